@@ -86,8 +86,10 @@ def token_error(
 
 class ScratchSizes:
     split_limit: int
-    splits_of_run: int
-    min_split: int
+    decode_tokens: int
+    enough_slots: int
+    most_group_slots: int
+    most_runs: int
     max_split_tokens: int
     tile_tokens: int
     max_length: int

@@ -340,7 +340,7 @@ def scratch_bytes(
         max_query_len=int(attributes.get("max_query_len", 0)),
     )
     longest = smaller(longest, sizes.max_length)
-    leaves = smaller(sizes.split_limit, -(-longest // sizes.min_split) + 1)
+    leaves = smaller(sizes.split_limit, -(-longest // sizes.leaf) + 1)
     groups = smaller(sizes.max_group_splits, -(-longest // sizes.group) + 1)
     max_splits = _larger(leaves, groups, smaller)
     partials_of_sequence = smaller(
@@ -348,9 +348,13 @@ def scratch_bytes(
         sizes.max_split_tokens * max_splits,
     )
     num_partials = smaller(num_tokens * max_splits, max_seqs * partials_of_sequence)
-    arrivals_of_head = 1
-    if sizes.split_limit > sizes.splits_of_run:
-        arrivals_of_head += -(-max_splits // sizes.splits_of_run)
+    # Those of the decode kernel, by leaves or by groups.
+    tokens = smaller(num_tokens, max_seqs * sizes.decode_tokens)
+    groups = -(-longest // sizes.group) + 1
+    leaves = smaller(-(-longest // (2 * sizes.leaf)) + 3, longest // (sizes.leaf + 1) * 4)
+    slots = _larger(tokens * smaller(groups, sizes.most_group_slots), sizes.enough_slots, smaller)
+    num_partials = _larger(num_partials, smaller(tokens * leaves, slots), smaller)
+    arrivals_of_head = 1 + smaller(groups, sizes.most_runs)
     num_flags = num_tokens + num_partials + 1 + max_seqs * num_kv_heads * arrivals_of_head
     flags_bytes = sizes.flag_bytes * num_flags
     flags_bytes = -(-flags_bytes // sizes.alignment) * sizes.alignment

@@ -458,12 +458,12 @@ def test_whoever_comes_last_merges_the_splits(gpu: Gpu) -> None:
         assert_same_bits(result, expected)
 
 
-def test_runs_of_splits_are_merged_side_by_side(each_kernel: Gpu) -> None:
-    """A kv head that is alone has more than 32 splits, of which each run of 32 is merged by the thread
-    block that completes it."""
+def test_runs_of_groups_are_merged_side_by_side(each_kernel: Gpu) -> None:
+    """The leaves of each group of a long context are merged by the thread block that completes it,
+    and the groups by another one."""
     case = Case(
         id="runs",
-        sequences=((1, 9000), (2, 4200), (1, 4096), (1, 300)),
+        sequences=((1, 18000), (2, 9000), (1, 4096), (1, 300)),
         num_heads=2,
         num_kv_heads=1,
         head_size=16,
@@ -894,10 +894,32 @@ def test_splits_of_many_heads(num_heads: int, dtype: str, gpu: Gpu) -> None:
     assert_close_on_cuda(attend(gpu, inputs, **attributes), inputs, attributes)
 
 
+def partials_and_arrivals(
+    num_tokens: int,
+    max_seqs: int,
+    capacity: int,
+    *,
+    num_kv_heads: int,
+    tile_tokens: int,
+    few_tokens: int,
+) -> tuple[int, int, int]:
+    """The most splits of a token, the partial results in the scratch, and the arrivals of a sequence
+    and kv head, as scratch.h states them. `tile_tokens`: of a query tile. `few_tokens`: the most of
+    the decode kernel."""
+    most_splits, groups = max(32, 256 // num_kv_heads), -(-capacity // 8192) + 1
+    most_groups = max(128, most_splits)
+    splits = max(min(most_splits, -(-capacity // 256) + 1), min(groups, most_groups))
+    partials = min(num_tokens * splits, max_seqs * tile_tokens * max(most_splits, splits))
+    tokens = min(num_tokens, max_seqs * few_tokens)
+    leaves = min(-(-capacity // 512) + 3, capacity // 257 * 4)
+    slots = max(tokens * min(groups, 128), 36864 // num_kv_heads)
+    return splits, max(partials, min(tokens * leaves, slots)), 1 + min(groups, 16)
+
+
 @pytest.mark.pairwise
 @pytest.mark.parametrize("padding_tokens", [0, 1000])
 @pytest.mark.parametrize(
-    ("q_len", "splits"), [(2, 36), (64, 11), (100, 11), (1000, 1)], ids=lambda x: str(x)
+    ("q_len", "splits"), [(2, 11), (64, 11), (100, 11), (1000, 1)], ids=lambda x: str(x)
 )
 def test_splits_of_long_queries(
     q_len: int, splits: int, padding_tokens: int, each_kernel: Gpu
@@ -920,19 +942,19 @@ def test_splits_of_long_queries(
     result = attend(each_kernel, inputs, scratch=scratch, seed=seed, **attributes)
     assert_close_on_cuda(result, inputs, attributes)
     num_tokens, (max_seqs, max_blocks_per_seq) = len(inputs.query), inputs.block_tables.shape
-    tokens_per_tile, most_splits = 32, 256
-    max_splits = -(-max_blocks_per_seq * case.block_size // 128) + 1
-    num_slots = min(num_tokens * max_splits, max_seqs * 16 * most_splits)
-    runs = -(-max_splits // 32)
-    num_flags, per_head = num_tokens + num_slots, 1 + runs  # splits or runs, then those of each run
+    tokens_per_tile, capacity = 32, max_blocks_per_seq * case.block_size
+    _, partials, per_head = partials_and_arrivals(
+        num_tokens, max_seqs, capacity, num_kv_heads=1, tile_tokens=16, few_tokens=4
+    )
+    num_flags = num_tokens + partials
     words = scratch[: 4 * (num_flags + 1 + max_seqs * per_head)].view(I32)
     flags, arrivals = words[num_tokens:num_flags], words[num_flags + 1 :].reshape(-1, per_head)
-    assert arrivals[1, 0] == 3
+    assert arrivals[1, 0] == 2
     if q_len > 4:
         tiles = -(-q_len // tokens_per_tile)
         assert np.count_nonzero(flags == 0) == (tiles * splits if splits > 1 else 0)
     else:
-        assert [*arrivals[0]] == [2, 32, splits - 32]
+        assert arrivals[0, 0] == splits
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -1247,18 +1269,18 @@ def test_the_scratch_is_bounded(
     hint = {"max_query_len": max_query_len or None}
     call = paged_attention.check(query, kv_cache, *metadata, 1.0, None, None, **hint)
     num_bytes = paged_attention.cuda_scratch_bytes(call)
-    tokens_per_tile, most_splits = max(1, 64 // group), max(32, 256 // num_kv_heads)
+    tile_tokens, few_tokens = max(1, 64 // group), 16 // group
     if max_query_len > 0:
-        tokens_per_tile = min(tokens_per_tile, max_query_len)
-    most_groups = max(128, most_splits)
-    max_splits = max(
-        min(most_splits, -(-capacity // 128) + 1), min(most_groups, -(-capacity // 8192) + 1)
+        tile_tokens, few_tokens = min(tile_tokens, max_query_len), min(few_tokens, max_query_len)
+    max_splits, partials, per_head = partials_and_arrivals(
+        num_tokens,
+        max_seqs,
+        capacity,
+        num_kv_heads=num_kv_heads,
+        tile_tokens=tile_tokens,
+        few_tokens=few_tokens,
     )
-    partials = min(
-        num_tokens * max_splits, max_seqs * tokens_per_tile * max(most_splits, max_splits)
-    )
-    runs = 0 if most_splits <= 32 else -(-max_splits // 32)
-    flags = num_tokens + partials + max_seqs * num_kv_heads * (1 + runs)
+    flags = num_tokens + partials + max_seqs * num_kv_heads * per_head
     slots = 2 * 4 * 128 * (128 + 8) * min(384, num_tokens * num_heads * max_splits)
     num_bytes -= slots if capacity > 256 else 0
     assert num_bytes <= 4 * flags + 32 + 4 * partials * num_heads * 130

@@ -162,8 +162,9 @@ def decode_kernel(request: pytest.FixtureRequest, decode_kernels: list[MachineCo
 
 
 def test_the_decode_kernel_is_short(decode_kernel: MachineCode) -> None:
-    """A short call runs most instructions once: their fetch is the bottleneck."""
-    assert len(decode_kernel.bits) * 16 <= 60 * 1024
+    """A short call runs most instructions once: their fetch is the bottleneck. It has what adds up
+    leaves, groups and parts, too, of which most calls need one."""
+    assert len(decode_kernel.bits) * 16 <= 82 * 1024
 
 
 def copies_of_tiles(code: MachineCode) -> set[int]:
@@ -176,20 +177,33 @@ def test_a_tile_of_the_decode_kernel_takes_few_instructions(
     decode_cache: str, decode_kernel: MachineCode
 ) -> None:
     """A tile has 4 KiB of K, and as many of V, whose warps copy 512 bytes at once. A consumer
-    multiplies 16 positions, or 32 of 8 bits, with 32 products of tensor cores for 16. Neither reads
-    a scale that all positions have."""
+    multiplies K of 16 positions, and V of 64 for a quarter of the columns, with 32 products of tensor
+    cores. At 3.05 TB/s, 64 positions are due every 4,976 cycles. Neither reads a scale that all
+    positions have."""
     code = decode_kernel
     ways = [code.shortest_way(x, [x]) or [] for x in copies_of_tiles(code)]
     apart = {*code.find("ENDCOLLECTIVE")}  # for a warp whose lanes are not together
     ways = [way for way in ways if not apart & {*way}]
     assert {len({*way} & {*code.find(r"LDGSTS\.E")}) for way in ways} == {8}
-    assert max(map(len, ways)) <= 100
-    turn = min((code.shortest_way(x, [x]) or [] for x in code.find("HMMA")), key=len)
-    products, limit = {"BFloat16": (32, 190), "Float8E4M3": (64, 425)}[decode_cache]
-    assert len({*turn} & {*code.find("HMMA")}) == products
+    assert max(map(len, ways)) <= 105
+    products = code.find("HMMA")
+    turn = way_through(code, products[0], [products[-1], products[0]])
+    assert len(products) == len({*turn} & {*products}) == 32
+    limit, most_cycles = {"BFloat16": (380, 1400), "Float8E4M3": (450, 1500)}[decode_cache]
     assert len(turn) <= limit
+    assert cycles.cycles_of_way(code, turn, L2_HIT) <= most_cycles
     loads = code.find(r"\bLDG\.|\bLDL|\bSTL")
     assert [load for load in loads if any(load in way for way in [turn, *ways])] == []
+
+
+def way_through(code: MachineCode, begin: int, places: list[int]) -> list[int]:
+    """The shortest way from an instruction through others, in this order, without the first."""
+    way = [begin]
+    for place in places:
+        part = code.shortest_way(way[-1], [place])
+        assert part is not None, code.instructions[place]
+        way += part
+    return way[1:]
 
 
 def way_along(code: MachineCode, *marks: str) -> list[int]:
@@ -204,7 +218,7 @@ def way_along(code: MachineCode, *marks: str) -> list[int]:
 
 def test_the_first_copy_comes_soon(decode_kernel: MachineCode) -> None:
     """On the shortest way of the warp that schedules: it loads the lengths, meets the others, scans
-    the lengths, finds its first split with three quotients, hands it over, asks for its block ids,
+    the lengths and slots, finds its first split with a quotient, hands it over, asks for its block ids,
     hands over that there is no other split, and copies. The others have made all barriers in shared
     memory then, without a loop over the lanes (whose exit tests whether any is left). In the model,
     with the lengths and ids in the L2 cache."""
@@ -215,34 +229,28 @@ def test_the_first_copy_comes_soon(decode_kernel: MachineCode) -> None:
     assert [i for i in code.find("BRA.U.ANY") if i < meeting] == []
     making = way_along(code, "SYNCS.EXCH", "BAR.SYNC")
     assert {*barriers} < {*making}
-    marks = ["LDG.E.STRONG", "BAR.SYNC", *["SHFL.UP"] * 5, *["MUFU.RCP"] * 3]
+    marks = ["LDG.E.STRONG", "BAR.SYNC", *["SHFL.UP"] * 10, "MUFU.RCP"]
     marks += ["SYNCS.ARRIVE", r"LDG\.E R", "SYNCS.ARRIVE", r"LDGSTS\.E"]
     way = way_along(code, *marks)
-    assert len(way) <= 410
+    assert len(way) <= 460
     met = cycles.cycles_of_way(code, making, L2_HIT)
     assert cycles.cycles_of_way(code, way, L2_HIT, {meeting: met}) <= 2300
 
 
-def test_a_merge_of_32_splits_is_short(decode_cache: str, decode_kernel: MachineCode) -> None:
-    """From where the last thread block to arrive asks for the states of a row's splits, until they are
-    merged. The sums of 8 splits, or of 4 with an 8-bit cache, are on their way while as many are
-    merged. In the model, with all of it in the L2 cache."""
+def test_a_merge_of_a_group_is_short(decode_kernel: MachineCode) -> None:
+    """From where the last thread block to arrive asks for the 18 leaves of a row's first group until
+    the row is written. 12 of them are on their way before the first is added. In the model, with all
+    of it in the L2 cache."""
     code = decode_kernel
     arrival = code.find("CCTL.IVALL")[0]
-    sums = code.find(r"LDG\.E\.128")
-    before = code.shortest_way(arrival, sums)
-    assert before is not None
-    states = [n for n, i in enumerate(before) if "LDG.E.64" in code.instructions[i]][-1]
-    loops = [code.shortest_way(i, [i], without={before[states]}) or [] for i in sums]
-    most = max(len({*loop} & {*sums}) for loop in loops)
-    assert most == {"BFloat16": 16, "Float8E4M3": 8}[decode_cache]
-    turn = min((loop for loop in loops if len({*loop} & {*sums}) == most), key=len)
-    entry = code.shortest_way(before[-1], turn)
-    assert entry is not None
-    begin = turn.index(entry[-1])
-    turn = turn[begin:] + turn[:begin]
-    way = [*before[states:], *entry[:-1], *turn * (32 // most)]
-    assert cycles.cycles_of_way(code, way, L2_HIT) <= 4000
+    sums = [i for i in code.find(r"LDG\.E\.128") if i > arrival]
+    factors = [i for i in code.find(r"LDS\.128") if i > sums[0]][:18]
+    assert len(sums) == len(factors) == 18
+    assert len([i for i in sums if i < factors[0]]) == 12
+    way = way_through(code, arrival, sorted([*sums, *factors]))
+    written = code.shortest_way(way[-1], [i for i in code.find("STG") if i > factors[-1]])
+    assert written is not None
+    assert cycles.cycles_of_way(code, way + written, L2_HIT) <= 2400
 
 
 @pytest.mark.parametrize(("kernel", "ids"), [(0, 2), (1, 1)], ids=["any", "parts"])

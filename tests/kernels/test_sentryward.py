@@ -150,7 +150,7 @@ MUTANTS = [
     ("decode", "«if (part == 0) shared_.tiles_barriers.WaitFreed(stage);» C* to"),
     (
         "decode",
-        "«gpu::SyncThreads(kDecodeConsumersBarrier, kThreads);» }; leave_sums(0);",
+        "«gpu::SyncThreads(kDecodeConsumersBarrier, kThreads);» float weights[kBlocks][4];",
     ),
     ("decode", "«__syncthreads();» if (warp < kWarps)"),
     (

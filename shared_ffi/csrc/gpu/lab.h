@@ -16,18 +16,6 @@ inline constexpr bool kSoftmax = false;
 inline constexpr bool kSoftmax = true;
 #endif
 
-// Weights are 2^(logit - max). The max is the largest logit of the row so far. In a build to
-// measure it may stay behind by this much: most turns need no maximum over the lanes of a row, and
-// hardly any rescales sums. With normally distributed logits 60% of a warp's turns would. For the
-// plain turn of the prefill kernel, bfloat16, heads of 128, a model says 2,048 to 2,187 cycles, in
-// place of 2,051 to 2,276, or of 2,168 to 2,430 with rescaling: 3 to 8% less. A weight of up to 2^8
-// has the relative error of others when it is rounded.
-#ifdef XLA_GPU_STALE_LARGEST
-inline constexpr float kStaleBy = 8;
-#else
-inline constexpr float kStaleBy = 0;
-#endif
-
 // Whether the threads of the Hopper prefill kernel copy K and V, in place of tensor maps.
 #ifdef XLA_GPU_COPIES_BY_THREADS
 inline constexpr bool kCopiesByThreads = true;

@@ -11,22 +11,21 @@
 #include "../../gpu/lab.h"
 #include "../../storage.h"
 #include "../params.h"
+#include "order.h"
 
 namespace xla_gpu::paged_attention {
 
-// Splits begin at multiples of this many positions: the largest KV tile of the kernels.
-inline constexpr int64_t kTileAlignment = 128;
+// The positions of the largest KV tile of the kernels.
+inline constexpr int64_t kLargestTile = 128;
 
-// A split has at least this many positions: shorter ones cost more to merge than they save.
-inline constexpr int64_t kMinSplit = 128;
+// A sequence with at most so many positions is not split by the decode kernel.
+inline constexpr int32_t kMostUnsplit = kShortLeaf;
 
-// Splits of a group. The splits of a group are merged from the left, then the groups: so a thread
-// block can merge each group that it has, and not only the first splits of a sequence.
-inline constexpr int kSplitsOfGroup = 4;
+// Slots of its partial results, times kv heads, that fill a large GPU evenly.
+inline constexpr int64_t kEnoughSlots = 36864;
 
-// Splits of a run in the decode kernel. If a sequence has more splits, thread blocks merge runs
-// side by side, whose results are merged as splits are.
-inline constexpr int kSplitsOfRun = 32;
+// Runs of a sequence with many leaves: whole groups, whose leaves thread blocks merge side by side.
+inline constexpr int64_t kMostRuns = 16;
 
 // Query rows (a row is a query token and head) that share one reading of K and V.
 inline constexpr int64_t kMaxRowsPerItem = 64;
@@ -170,8 +169,8 @@ inline int64_t FloatsOfSlot(const Params& p) {
 }
 
 // Whether TensorCorePrefill is compiled for KV tiles of so many positions, 64 or 32. From 10.0 on
-// the compiler takes more registers, and spills some with 64. Some GPUs that run code for 8.0 have no
-// shared memory for 64.
+// the compiler takes more registers, and spills some with 64. Some GPUs that run code for 8.0 have
+// no shared memory for 64.
 XLA_GPU_HOST_DEVICE constexpr bool HasPrefillTile(int capability, int tile) {
   return tile == 32 || capability < 100;
 }

@@ -24,6 +24,8 @@ struct Fold {
   float before;  // the factor of the total's sums
   float factor;  // of the part's
 
+  __device__ __forceinline__ Fold(float before, float factor) : before(before), factor(factor) {}
+
   // Adds the sums of weights, and makes the total's reference that of both. A total that is empty
   // has kNoReference, and takes a part as it is.
   __device__ __forceinline__ Fold(RowState* total, const RowState& part) {

@@ -26,6 +26,13 @@ __device__ __forceinline__ void WriteTo(T* output, const Columns<1>& columns) {
   gpu::FromFloat(columns.column[0], output);
 }
 template <typename T>
+__device__ __forceinline__ void WriteTo(T* output, const Columns<2>& columns) {
+  *reinterpret_cast<uint32_t*>(output) = gpu::Pack(columns.column[0], columns.column[1], T{});
+}
+__device__ __forceinline__ void WriteTo(float* partial, const Columns<2>& columns) {
+  *reinterpret_cast<Columns<2>*>(partial) = columns;
+}
+template <typename T>
 __device__ __forceinline__ void WriteTo(T* output, const Columns<4>& columns) {
   const float(&column)[4] = columns.column;
   *reinterpret_cast<uint2*>(output) =
@@ -44,22 +51,6 @@ struct PartOfRow {
 
   RowState state = {-kInfinity, 0};
   Columns<kColumnsAtOnce> values[kGroups] = {};
-
-  __device__ __forceinline__ void MergeValues(const Rescale& rescale, const PartOfRow& split) {
-#pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-#pragma unroll
-      for (int k = 0; k < kColumnsAtOnce; ++k) {
-        float& value = values[g].column[k];
-        value = rescale.Merge(value, split.values[g].column[k]);
-      }
-    }
-  }
-  __device__ __forceinline__ void Merge(const PartOfRow& split) {
-    const Rescale rescale(state.max, split.state.max);
-    state = {fmaxf(state.max, split.state.max), rescale.Merge(state.sum, split.state.sum)};
-    MergeValues(rescale, split);
-  }
 };
 
 // The columns of rows of an array that a lane has, as a PartOfRow.
@@ -110,109 +101,6 @@ struct LaneColumns {
     }
   }
 };
-
-// The factors of up to 32 splits of a row, in shared memory. A warp has one.
-struct MergeFactors {
-  struct alignas(16) OfSplit {
-    Rescale rescale;  // of its group's splits before, and of the split
-    float sum;
-  };
-  OfSplit splits[gpu::kWarpSize];
-  Rescale groups[gpu::kWarpSize / kSplitsOfGroup];  // of the groups before, and of the group
-};
-
-// Merges the partial results of `num_splits` splits of a row, which are `step` splits apart, for
-// the columns of a lane. `first_partial`: of the first of them. The factors of 32 splits are there
-// before the first is merged, each lane's of another split. kAtOnce: splits that are on their way
-// while as many are merged, whole groups.
-template <int kAtOnce, int kColumns>
-__device__ __forceinline__ void MergeSplits(const Params& p, const Scratch& scratch,
-                                            int64_t first_partial, int32_t num_splits, int32_t step,
-                                            int64_t head, const LaneColumns& columns,
-                                            MergeFactors* factors, PartOfRow<kColumns>* row) {
-  static_assert(kAtOnce % kSplitsOfGroup == 0 && gpu::kWarpSize % (2 * kAtOnce) == 0,
-                "whole groups");
-  // Opaque: nothing of it takes a register of the decode kernel's turns.
-  const int lane = gpu::Opaque(threadIdx.x) % gpu::kWarpSize, in_group = lane % kSplitsOfGroup;
-  const int64_t first = first_partial * p.num_heads + head;
-  // A token's query would have 8 GiB otherwise.
-  const auto stride = static_cast<uint32_t>(p.num_heads * p.value_head_size) * step;
-  const float* partials = scratch.partials + first * p.value_head_size + columns.first;
-#pragma unroll 1
-  for (int32_t begin = 0; begin < num_splits; begin += gpu::kWarpSize) {
-    const int32_t count = min(gpu::kWarpSize, num_splits - begin);
-    float2 loaded = {-kInfinity, kMoved};  // at once: a RowState
-    if (lane < count) {
-      loaded = *reinterpret_cast<const float2*>(scratch.states + first +
-                                                (begin + lane) * step * p.num_heads);
-    }
-    const RowState split{loaded.x, loaded.y};
-    uint32_t there = gpu::LanesWith(split.sum != kMoved);  // of the splits that come next
-    if (!columns.Exist()) there = 0;
-    const float* from = partials + uint64_t{stride} * begin;
-    PartOfRow<kColumns> parts[2][kAtOnce];
-    const auto read = [&](PartOfRow<kColumns>(&to)[kAtOnce]) {
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        columns.Read(from + uint64_t{stride} * i, (there >> i & 1) != 0, &to[i]);
-      }
-      there >>= kAtOnce;
-      from += uint64_t{stride} * kAtOnce;
-    };
-    read(parts[0]);
-
-    float before = -kInfinity;
-#pragma unroll
-    for (int delta = 1; delta < kSplitsOfGroup; ++delta) {
-      const float left = gpu::ShuffleUp(split.max, delta);
-      if (in_group >= delta) before = fmaxf(before, left);
-    }
-    if (split.sum != kMoved) {
-      factors->splits[lane] = {Rescale(before, split.max), split.sum};
-    } else {
-      factors->splits[lane] = {Rescale(), 0};
-    }
-    const float group = gpu::Shuffle(fmaxf(before, split.max), lane | (kSplitsOfGroup - 1));
-    float up_to = group;
-#pragma unroll
-    for (int delta = kSplitsOfGroup; delta < gpu::kWarpSize; delta *= 2) {
-      const float left = gpu::ShuffleUp(up_to, delta);
-      if (lane >= delta) up_to = fmaxf(up_to, left);
-    }
-    const float earlier = gpu::ShuffleUp(up_to, kSplitsOfGroup);
-    before = lane < kSplitsOfGroup ? row->state.max : fmaxf(row->state.max, earlier);
-    if (in_group == 0) {
-      factors->groups[lane / kSplitsOfGroup] = lane < count ? Rescale(before, group) : Rescale();
-    }
-    row->state.max = fmaxf(row->state.max, gpu::Shuffle(up_to, gpu::kWarpSize - 1));
-    __syncwarp();
-
-    const auto merge = [&](int32_t j, const PartOfRow<kColumns>(&from_splits)[kAtOnce]) {
-#pragma unroll
-      for (int g = 0; g < kAtOnce; g += kSplitsOfGroup) {
-        PartOfRow<kColumns> merged;
-#pragma unroll
-        for (int i = g; i < g + kSplitsOfGroup; ++i) {
-          const MergeFactors::OfSplit of_split = factors->splits[j + i];
-          merged.state.sum = of_split.rescale.Merge(merged.state.sum, of_split.sum);
-          merged.MergeValues(of_split.rescale, from_splits[i]);
-        }
-        const Rescale of_group = factors->groups[(j + g) / kSplitsOfGroup];
-        row->state.sum = of_group.Merge(row->state.sum, merged.state.sum);
-        row->MergeValues(of_group, merged);
-      }
-    };
-#pragma unroll 1
-    for (int32_t j = 0; j < count; j += 2 * kAtOnce) {
-      read(parts[1]);
-      merge(j, parts[0]);
-      if (j + kAtOnce >= count) break;
-      read(parts[0]);
-      merge(j + kAtOnce, parts[1]);
-    }
-    __syncwarp();
-  }
-}
 
 // How up to 32 parts of a row are folded, in shared memory. A warp has one.
 struct FoldFactors {

@@ -251,37 +251,19 @@ struct WarpProducts {
   // share.
   __device__ __forceinline__ void Store(int r, const RowState& state, RowState* state_to,
                                         float* row_to) const {
+    if (Lane() % 4 == 0) *state_to = state;
     if constexpr (kIs8Bit<C>) {
-      if (Lane() % 4 == 0) *state_to = state;
 #pragma unroll
       for (int n = 0; n < kColumns / 8; n += 2) {  // see Column
         *reinterpret_cast<float4*>(row_to + Column(n, 0)) = {
             sums[n][2 * r], sums[n + 1][2 * r], sums[n][2 * r + 1], sums[n + 1][2 * r + 1]};
       }
     } else {
-      StoreInGroups(r, state, state_to, row_to, /*swizzle=*/0);
-    }
-  }
-
-  // The same in the order of the groups, which costs no moves between registers: PlaceOf says where
-  // a column is. `swizzle`: what places are combined with, a multiple of kBanksOfGroups below 32.
-  // Lanes store the sums of several rows at once: with other swizzles, in different banks of shared
-  // memory.
-  static constexpr int kBanksOfGroups = 8;
-  __device__ __forceinline__ void StoreInGroups(int r, const RowState& state, RowState* state_to,
-                                                float* row_to, int swizzle) const {
-    if (Lane() % 4 == 0) *state_to = state;
 #pragma unroll
-    for (int n = 0; n < kColumns / 8; ++n) {
-      const int of_32 = (n % 4 * 8 + Lane() % 4 * 2) ^ swizzle;  // four addresses for all
-      *reinterpret_cast<float2*>(row_to + n / 4 * 32 + of_32) = {sums[n][2 * r],
-                                                                 sums[n][2 * r + 1]};
+      for (int n = 0; n < kColumns / 8; ++n) {
+        *reinterpret_cast<float2*>(row_to + Column(n, 0)) = {sums[n][2 * r], sums[n][2 * r + 1]};
+      }
     }
-  }
-  static __device__ __forceinline__ int PlaceOf(int column) {
-    if (!kIs8Bit<C>) return column;
-    const auto of_two_groups = static_cast<unsigned>(column) % 16;
-    return column - of_two_groups + of_two_groups % 2 * 8 + of_two_groups / 2;
   }
 
   // A value of the cache as the sums take it.

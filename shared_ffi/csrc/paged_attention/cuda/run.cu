@@ -179,7 +179,7 @@ gpu::Error Run(const Params& p, const Scratch& scratch, void* stream) {
   bool follows = false;                            // on a kernel of this call
   if (decode) {
     auto& [kernel, numbers] = *decode;
-    const int64_t num_items = MaxItems(p, scratch, kDecodeRows);
+    const int64_t num_items = numbers.MaxItems(p);
     int64_t num_blocks = 0;
     if (gpu::Error error = kernel.BlocksFor(device, num_items, &num_blocks)) return error;
     numbers.num_thread_blocks = Divisor(Larger(1, num_blocks));

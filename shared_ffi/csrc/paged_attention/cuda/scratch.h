@@ -25,9 +25,9 @@ struct Scratch {
   // begin at the number of their first token; then one for each partial.
   int32_t* is_bad;   // [num_tokens + num_partials]
   int32_t* counter;  // of the work items that are taken, for a kernel that counts them
-  // What the decode kernel counts of each sequence and kv head: the splits whose partial results
-  // are written, if there is one run of them; otherwise the runs that are merged, and then the
-  // splits of each run. ZeroArrivals sets them to 0.
+  // What the decode kernel counts of each sequence and kv head: the units whose partial results
+  // are written, or the runs that are merged, and then the units of each run. ZeroArrivals sets
+  // them to 0.
   int32_t* arrivals;  // [max_seqs, num_kv_heads, arrivals_of_head]
   int64_t arrivals_of_head;
   RowState* states;  // [num_partials, num_heads]
@@ -67,12 +67,14 @@ struct Scratch {
 // shared_ffi/paged_attention.py).
 struct ScratchSizes {
   int64_t split_limit;
-  int64_t min_split;
   int64_t max_split_tokens;  // most query tokens of a sequence that is split
   int64_t tile_tokens;       // most of a query tile
-  int64_t max_length;        // positions that a split sequence's window can span; 0: no window
+  int64_t max_length;        // positions that a split sequence's window can span
   int64_t flag_bytes;        // for each token and partial, for the counter, and for arrivals
-  int64_t splits_of_run;
+  int64_t decode_tokens;     // most query tokens of a sequence that the decode kernel takes
+  int64_t enough_slots;      // see DecodeSlots
+  int64_t most_group_slots;
+  int64_t most_runs;
   int64_t partial_bytes;  // RowState and partial result of all heads
   int64_t alignment;      // what the size of all flags is rounded up to a multiple of
   int64_t group;          // positions
@@ -82,20 +84,34 @@ struct ScratchSizes {
   int64_t leaf;        // a capacity of so many positions needs no slots
 };
 
+// The positions of a sequence that are split, at most, and the groups and leaves that hold them.
+XLA_GPU_HOST_DEVICE inline int64_t MaxLength(const Params& p) {
+  if (p.sliding_window == 0) return kMaxContextLen;
+  const int64_t window = Smaller(p.sliding_window, INT64_MAX / 2);  // the sum must not overflow
+  return window + MaxSplitTokens(p) + kLargestTile;
+}
+XLA_GPU_HOST_DEVICE inline int64_t LongestSpan(const Params& p) {
+  return Smaller(p.Capacity(), MaxLength(p));
+}
+XLA_GPU_HOST_DEVICE inline int64_t MostGroups(int64_t longest) {
+  return CeilDiv(longest, kGroup) + 1;
+}
+inline int64_t MostLeaves(int64_t longest) {
+  return CeilDiv(longest, kLongLeaf) + kNumShortLeaves - 1;
+}
+
 inline ScratchSizes MakeScratchSizes(const Params& p) {
   const int64_t max_query_len = p.max_query_len == 0 ? INT64_MAX : p.max_query_len;
   ScratchSizes sizes;
   sizes.split_limit = SplitLimit(p);
-  sizes.min_split = kMinSplit;
   sizes.max_split_tokens = Smaller(MaxSplitTokens(p), max_query_len);
   sizes.tile_tokens = Smaller(TokensPerTile(p), max_query_len);
-  sizes.max_length = kMaxContextLen;
-  if (p.sliding_window != 0) {
-    const int64_t window = Smaller(p.sliding_window, INT64_MAX / 2);  // the sum must not overflow
-    sizes.max_length = window + MaxSplitTokens(p) + kTileAlignment;
-  }
+  sizes.max_length = MaxLength(p);
   sizes.flag_bytes = sizeof(int32_t);
-  sizes.splits_of_run = kSplitsOfRun;
+  sizes.decode_tokens = Smaller(FewTokens(p), max_query_len);
+  sizes.enough_slots = kEnoughSlots / p.num_kv_heads;
+  sizes.most_group_slots = kMaxGroupSplits;
+  sizes.most_runs = kMostRuns;
   sizes.partial_bytes = p.num_heads * (sizeof(RowState) + p.value_head_size * sizeof(float));
   sizes.alignment = 16;
   sizes.group = kGroup;
@@ -113,26 +129,34 @@ inline int64_t PartialsOfSequence(const ScratchSizes& sizes, int64_t max_splits)
                  sizes.max_split_tokens * max_splits);
 }
 
+// The partials of the decode kernel: one for each query token and leaf. If those are many, one for
+// each query token and group, or as many as a batch of few sequences needs to fill a GPU.
+inline int64_t DecodeSlots(const Params& p, const ScratchSizes& sizes, int64_t longest) {
+  const int64_t tokens = Smaller(p.num_tokens, p.max_seqs * sizes.decode_tokens);
+  const int64_t leaves =  // none where all is unsplit
+      Smaller(MostLeaves(longest), longest / (kMostUnsplit + 1) * kNumShortLeaves);
+  const int64_t groups = Smaller(MostGroups(longest), sizes.most_group_slots);
+  return Smaller(tokens * leaves, Larger(tokens * groups, sizes.enough_slots));
+}
+
 // Lays the scratch out in `memory`, which may be null when only the size is wanted; that is
 //     4 * (num_tokens + num_partials + 1 + max_seqs * num_kv_heads * arrivals_of_head)
 //         + 4 * num_partials * num_heads * (value_head_size + 2) + num_slots * slot_bytes bytes,
 // the first and the second term rounded up to 16, with at most max_splits partials for each token
-// and partials_of_sequence for each sequence.
+// and partials_of_sequence for each sequence, or DecodeSlots if those are more.
 inline int64_t MakeScratch(const Params& p, void* memory, Scratch* scratch) {
   const ScratchSizes sizes = MakeScratchSizes(p);
-  const int64_t longest = Smaller(p.Capacity(), sizes.max_length);
+  const int64_t longest = LongestSpan(p);
   // One more than the leaves, or groups, of so many positions: they may begin anywhere.
-  scratch->max_splits = Larger(Smaller(sizes.split_limit, CeilDiv(longest, sizes.min_split) + 1),
+  scratch->max_splits = Larger(Smaller(sizes.split_limit, CeilDiv(longest, sizes.leaf) + 1),
                                Smaller(sizes.max_group_splits, CeilDiv(longest, sizes.group) + 1));
   scratch->partials_of_sequence = PartialsOfSequence(sizes, scratch->max_splits);
   scratch->num_partials =
       Smaller(p.num_tokens * scratch->max_splits, p.max_seqs * scratch->partials_of_sequence);
   if (scratch->num_partials == p.num_tokens * scratch->max_splits)
     scratch->partials_of_sequence = 0;
-  scratch->arrivals_of_head = 1;
-  if (sizes.split_limit > sizes.splits_of_run) {
-    scratch->arrivals_of_head += CeilDiv(scratch->max_splits, sizes.splits_of_run);
-  }
+  scratch->num_partials = Larger(scratch->num_partials, DecodeSlots(p, sizes, longest));
+  scratch->arrivals_of_head = 1 + Smaller(MostGroups(longest), sizes.most_runs);
   const int64_t num_arrivals = p.max_seqs * p.num_kv_heads * scratch->arrivals_of_head;
   const int64_t num_flags = p.num_tokens + scratch->num_partials + 1 + num_arrivals;
   const int64_t flags_bytes =

@@ -113,10 +113,10 @@ class Softmax {
     }
   }
 
-  // Turns q . k into logits in units of 1 / log2(e), but for a factor that Weigh multiplies them
-  // by; the first is that of position `begin`. If `masked`, sets the logits of positions that a row
-  // does not attend to to -inf. kSeldomBegins: faster where no range begins behind `begin`, in some
-  // more registers.
+  // Turns q . k into logits in units of 1 / log2(e), but for a factor that WeighLeaf multiplies
+  // them by; the first is that of position `begin`. If `masked`, sets the logits of positions that
+  // a row does not attend to to -inf. kSeldomBegins: faster where no range begins behind `begin`,
+  // in some more registers.
   template <bool kSeldomBegins = false, int kBlocks>
   __device__ __forceinline__ void ToLogits(int32_t begin, bool masked,
                                            float (&logits)[kBlocks][4]) const {
@@ -161,115 +161,11 @@ class Softmax {
     if (p_.alibi_slopes != nullptr) AddBias(begin, logits);
   }
 
-  // Turns logits into weights 2^(logit - max). Returns in `rescales` the factors that rescale the
-  // sums so far.
-  template <int kBlocks>
-  __device__ void Weigh(float (&logits)[kBlocks][4], float (&rescales)[2]) {
-    Powers powers = FindLargest(logits, ScalesLate(), rescales);
-    powers.template Take<0, kBlocks>(logits);
-    Add(powers, rescales);
-  }
-
-  // The same in steps: FindLargest, Take for all blocks in their order, Add.
-  struct Powers {
-    float factors[2];
-    float shifts[2];
-    float sums[2];
-
-    template <int kBegin, int kEnd, int kBlocks>
-    __device__ __forceinline__ void Take(float (&logits)[kBlocks][4]) {
-#pragma unroll
-      for (int n = kBegin; n < kEnd && gpu::kSoftmax; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          logits[n][e] = gpu::Exp2(gpu::Fma(logits[n][e], factors[e / 2], -shifts[e / 2]));
-          const bool is_first = n == 0 && e % 2 == 0;
-          sums[e / 2] = is_first ? logits[n][e] : sums[e / 2] + logits[n][e];
-        }
-      }
-    }
-  };
-
-  template <int kBlocks>
-  __device__ __forceinline__ Powers FindLargest(const float (&logits)[kBlocks][4], bool scales_late,
-                                                float (&rescales)[2]) {
-    if (!gpu::kSoftmax) {
-      rescales[0] = rescales[1] = 1;
-      states_[0].max = states_[1].max = 0;
-      return {{1, 1}, {0, 0}, {1, 1}};
-    }
-    // The two rows side by side, and the largest of a row's even and odd positions: else each
-    // instruction waits for the one before.
-    Powers powers;
-    float largest[4];
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      largest[e] = logits[0][e];
-#pragma unroll
-      for (int n = 1; n < kBlocks; ++n) largest[e] = fmaxf(largest[e], logits[n][e]);
-    }
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      powers.factors[r] = scales_late ? scales_[r] * kLog2E : 1.0f;
-      const float max = fmaxf(largest[2 * r], largest[2 * r + 1]) * powers.factors[r];
-      powers.shifts[r] = gpu::kStaleBy > 0 ? max : fmaxf(states_[r].max, max);
-    }
-    // A row decides for itself: its bits do not depend on the other rows of the warp.
-    const auto is_stale = [&](int r) { return powers.shifts[r] > states_[r].max + gpu::kStaleBy; };
-    if (gpu::kStaleBy > 0 && !gpu::AnyInWarp(is_stale(0) || is_stale(1))) {
-      for (int r = 0; r < 2; ++r) powers.shifts[r] = states_[r].max;
-      rescales[0] = rescales[1] = 1;
-      return powers;
-    }
-#pragma unroll
-    for (int mask = 1; mask <= 2; mask *= 2) {
-#pragma unroll
-      for (float& max : powers.shifts) max = fmaxf(max, gpu::ShuffleXor(max, mask));
-    }
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      if (gpu::kStaleBy > 0 && !is_stale(r)) powers.shifts[r] = states_[r].max;
-      rescales[r] = gpu::Exp2(states_[r].max - powers.shifts[r]);
-      states_[r].max = powers.shifts[r];
-    }
-    return powers;
-  }
-
-  // Only of this lane's positions; State adds up the lanes.
-  __device__ __forceinline__ void Add(const Powers& powers, const float (&rescales)[2]) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      states_[r].sum = gpu::Fma(states_[r].sum, rescales[r], powers.sums[r]);
-    }
-  }
-
-  // Rescales sums, which are laid out as logits, with columns in place of positions. Most tiles
-  // hold no logit that is larger than all before, and a factor of 1 changes no bit.
-  template <int kBlocks>
-  static __device__ __forceinline__ void RescaleSums(const float (&rescales)[2],
-                                                     float (&sums)[kBlocks][4]) {
-    if (AnyRescales(rescales)) RescaleAll(rescales, sums);
-  }
-
-  // The same in steps. The warp calls both.
-  static __device__ __forceinline__ bool AnyRescales(const float (&rescales)[2]) {
-    return gpu::AnyInWarp(rescales[0] != 1 || rescales[1] != 1);
-  }
-  template <int kBlocks>
-  static __device__ __forceinline__ void RescaleAll(const float (&rescales)[2],
-                                                    float (&sums)[kBlocks][4]) {
-#pragma unroll
-    for (float(&block_sums)[4] : sums) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) block_sums[e] *= rescales[e / 2];
-    }
-  }
-
-  // The same in the order of leaves (order.h). A leaf begins with no reference. Positions are
-  // looked at in blocks of kBlockPositions: so KV tiles of any size find the same references. The
-  // largest logit of the first block with any becomes the reference. Where a later one exceeds it
-  // by more than 2^slack, it follows by a whole number of steps of 2, and what was added so far
-  // shrinks.
+  // Logits become weights 2^(logit - reference). A leaf (order.h) begins with no reference.
+  // Positions are looked at in blocks of kBlockPositions: so KV tiles of any size find the same
+  // references. The largest logit of the first block with any becomes the reference. Where a later
+  // one exceeds it by more than 2^slack, it follows by a whole number of steps of 2, and what was
+  // added so far shrinks.
   static constexpr int kBlockPositions = 32;
 
   __device__ __forceinline__ void BeginLeaf() { states_[0] = states_[1] = kNoLogits; }
@@ -294,6 +190,7 @@ class Softmax {
   template <int kBlocks>
   __device__ __forceinline__ bool LaneExceeds(const float (&logits)[kBlocks][4], bool scales_late,
                                               float slack, float (&factors)[2]) const {
+    if (!gpu::kSoftmax) return false;
     float largest[4];
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
@@ -316,6 +213,7 @@ class Softmax {
   __device__ __forceinline__ void WeighLeaf(const float (&factors)[2],
                                             float (&logits)[kBlocks][4]) {
     static_assert(kBegin % 4 == 0 && kEnd % 4 == 0 && kEnd <= kBlocks, "whole blocks");
+    if (!gpu::kSoftmax) return;
 #pragma unroll
     for (int b = kBegin; b < kEnd; b += 4) {
       float pairs[2][4];
@@ -341,6 +239,15 @@ class Softmax {
   template <int kBegin = 0, int kBlocks>
   __device__ __forceinline__ void WeighBlocks(const float (&factors)[2], float slack,
                                               float (&logits)[kBlocks][4], uint32_t (&drops)[2]) {
+    Follow<kBegin>(factors, slack, logits, drops);
+    WeighLeaf<kBegin, kBegin + 4>(factors, logits);
+    if constexpr (kBegin + 4 < kBlocks) WeighBlocks<kBegin + 4>(factors, slack, logits, drops);
+  }
+
+  // The first step of it, for the block of 32 positions that begins with the block kBegin of 8.
+  template <int kBegin, int kBlocks>
+  __device__ __forceinline__ void Follow(const float (&factors)[2], float slack,
+                                         const float (&logits)[kBlocks][4], uint32_t (&drops)[2]) {
     static_assert(kBlocks <= 16, "a byte a block of 32 positions");
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -353,23 +260,21 @@ class Softmax {
         drops[r] |= static_cast<uint32_t>(fminf(steps, 255)) << kBegin / 4 * 8;
       }
     }
-    WeighLeaf<kBegin, kBegin + 4>(factors, logits);
-    if constexpr (kBegin + 4 < kBlocks) WeighBlocks<kBegin + 4>(factors, slack, logits, drops);
   }
 
   // The factor that the sums of a row with these drops are multiplied by before block b.
   static __device__ __forceinline__ float Shrinks(uint32_t drops, int b) {
     return __uint_as_float((127 - min(drops >> 8 * b & 0xff, 127u)) << 23);
   }
+  // Multiplies sums, which are laid out as logits, with columns in place of positions. A factor of
+  // 1 changes no bit of its row.
   template <int kBlocks>
-  static __device__ __forceinline__ void ShrinkAll(const float (&factors)[2],
-                                                   float (&sums)[kBlocks][4]) {
+  static __device__ __forceinline__ void RescaleAll(const float (&factors)[2],
+                                                    float (&sums)[kBlocks][4]) {
 #pragma unroll
     for (float(&block_sums)[4] : sums) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        block_sums[e] = gpu::MultiplyFlushed(block_sums[e], factors[e / 2]);
-      }
+      for (int e = 0; e < 4; ++e) block_sums[e] *= factors[e / 2];
     }
   }
 
@@ -408,8 +313,8 @@ class Softmax {
     return {state.max > kLowest || state.sum > 0 ? state.max : -kInfinity, state.sum};
   }
 
-  // Whether the scale waits for Weigh, which then multiplies and subtracts the largest logit in one
-  // instruction: the largest must stay the largest. ToLogits then only masks.
+  // Whether the scale waits for WeighLeaf, which then multiplies and subtracts the largest logit in
+  // one instruction: the largest must stay the largest. ToLogits then only masks.
   __device__ __forceinline__ bool ScalesLate() const {
     return scales_[0] > 0 && ScalesLate(p_, scales_[1]);
   }

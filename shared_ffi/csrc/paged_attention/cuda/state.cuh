@@ -72,25 +72,6 @@ struct MergedParts {
   }
 };
 
-// Merges two partial results of a row: both are brought to the larger max. Splits are merged by
-// groups (kSplitsOfGroup), whoever does it: a row's bits follow from its sequence alone.
-struct Rescale {
-  float before_factor;
-  float split_factor;
-
-  // For no split: it changes no number, a zero of either sign included, if that split is zeros.
-  __device__ __forceinline__ Rescale() : before_factor(1), split_factor(-0.0f) {}
-  __device__ __forceinline__ Rescale(float max_before, float max_of_split) {
-    const float shift = ShiftOf(fmaxf(max_before, max_of_split));
-    before_factor = gpu::Exp2(max_before - shift);
-    split_factor = gpu::Exp2(max_of_split - shift);
-  }
-
-  __device__ __forceinline__ float Merge(float before, float split) const {
-    return gpu::Fma(split, split_factor, before * before_factor);
-  }
-};
-
 // What a row's sums of values are divided by, given its sum of weights. That is 0 if the row
 // attends to nothing and has no sink.
 __device__ __forceinline__ float DivisorOf(bool attends, float sum) { return attends ? sum : 1; }

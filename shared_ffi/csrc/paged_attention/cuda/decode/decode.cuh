@@ -9,19 +9,21 @@
 // - One warp, that of K, reads the lengths and finds the block's work items. It hands each to the
 //   warp of V, which adds what a row needs and hands it to the consumers. So all agree, even if the
 //   lengths change meanwhile.
-// - A KV tile has 16 positions, or 32 of 8 bits. The consumer warps take tiles in turn, and a warp
-//   waits for its own tiles only.
-// - A thread block takes neighbouring splits, about as many positions as every other block. It
-//   merges the groups of splits that it has itself. With many sequences few partial results go to
-//   memory.
+// - A KV tile has 16 positions, or 32 of 8 bits. The consumer warps take 64 positions at a time. Of
+//   K, each multiplies another 16. All see all logits through shared memory, and each has a quarter
+//   of the columns of V. So a leaf is one chain of products for each column, and nothing is merged
+//   among warps.
+// - A thread block takes neighbouring leaves, about as many positions as every other block. It adds
+//   up those that it has from the beginning of a group, or of the sequence, itself. With many
+//   sequences few partial results go to memory.
 // - Of the thread blocks that share a sequence and kv head, the one that comes last merges what all
 //   have found. No other kernel has to follow.
 // - Numbers of 8 bits become float16, each two in one instruction. So does the query of such a
 //   cache. The range suffices: a query row is divided by a power of two, and where all positions
 //   have one scale, weights are not multiplied by it.
 //
-// Splits and their groups follow from the sequence alone, so a sequence has the same bits whichever
-// thread blocks compute it, and whichever comes last.
+// Leaves and groups follow from positions alone (order.h), so a row has the same bits whichever
+// thread blocks compute it, whichever comes last, and as every other kernel finds them.
 #pragma once
 
 #include "../../../gpu/stamps.cuh"
@@ -36,6 +38,8 @@ inline constexpr int kDecodeProducers = 2;  // warps
 inline constexpr int kDecodeThreads = kThreads + kDecodeProducers * gpu::kWarpSize;
 static_assert(kDecodeRows == kRowsPerWarpTile, "a work item is one tile of query rows");
 inline constexpr int kDecodeConsumersBarrier = 1;  // named barrier
+inline constexpr int kDecodeTurn =
+    kWarps * kDecodePart;  // positions that the consumers take at once
 
 // The layout in shared memory of a KV tile: for each position K, then V. Rows are an odd number of
 // chunks of 16 bytes apart, so that the chunks of one column in eight adjacent rows lie in
@@ -65,6 +69,7 @@ struct alignas(16) DecodeRow {
 // What the consumers get of a work item.
 struct DecodeWork {
   DecodeSplit split;
+  Item item;  // the same. Its consumers have no registers for it
   CommonRange common;
   // Whether a block id is outside the pool, or a tree mask not legal: the rows become NaN. The warp
   // of V may find that until the last tile is there.
@@ -82,6 +87,7 @@ struct DecodeShared {
   static constexpr int kTile = kDecodeTile<C>;
   static constexpr int kTileElements = kTile * CacheRows::kStride;
   static constexpr int kItems = 2;  // work items in memory
+  static constexpr int kLogitsBytes = 2 * gpu::kWarpSize * static_cast<int>(sizeof(float4));
   static constexpr bool kIsLarge = kKib >= kLargeMultiprocessor;
   // Thread blocks of a multiprocessor. Without the kernels of Hopper GPUs, numbers of 8 bits take
   // more registers than two blocks leave.
@@ -89,15 +95,16 @@ struct DecodeShared {
   // One more KiB goes to each thread block. With little memory there is room for two blocks in 164
   // KiB, and for one in 100.
   static constexpr int kBytes = kIsLarge ? 224 * 1024 / kBlocks : (kBlocks == 2 ? 81 : 99) * 1024;
-  // The rows of which the sums of all warps are in memory at once: all, or one for each warp.
-  static constexpr int kSumRows = kIsLarge || kHeadSize <= 128 ? kDecodeRows : kWarps;
-  static constexpr int kOtherBytes =
-      kWarps * kSumRows * (kHeadSize * 4 + 8) + kItems * kDecodeRows * (QueryRows::kStride * 2 + 4);
+  // What a consumer's thread has of a row's total: the states of two rows, and its columns.
+  static constexpr bool kHasTotals = kBlocks > 1;
+  static constexpr int kTotalFours = kHasTotals ? 1 + kHeadSize / kWarps / 8 : 1;
+  static constexpr int kOtherBytes = 2 * kWarps * kLogitsBytes + kTotalFours * kThreads * 16 +
+                                     kItems * kDecodeRows * (QueryRows::kStride * 2 + 4);
   static constexpr int kScales = kIs8Bit<C> ? kTile : 1;
   static constexpr int kTileBytes = kTileElements * static_cast<int>(sizeof(C)) + kScales * 8 + 16;
-  // KV tiles in memory. Each consumer warp has as many: it waits for each phase of their barriers.
-  static constexpr int kStages = (kBytes - kOtherBytes - 1024) / kTileBytes / kWarps * kWarps;
-  static_assert(kStages >= (kIsLarge ? 2 : 1) * kWarps, "tiles are copied while others are read");
+  static constexpr int kStages = (kBytes - kOtherBytes - 1024) / kTileBytes;  // KV tiles in memory
+  static_assert(kStages * kTile >= (kIsLarge ? 2 : 1) * kDecodeTurn,
+                "tiles are copied while others are read");
   using TileState = PipelineState<kStages>;
   using ItemState = PipelineState<kItems>;
 
@@ -105,8 +112,10 @@ struct DecodeShared {
   alignas(128) Query query[kItems][kDecodeRows * QueryRows::kStride];
   // For an 8-bit cache: the powers of two, times the scale of K if all positions have one.
   float query_factors[kItems][kDecodeRows];
-  float sums[kWarps][kSumRows][kHeadSize];  // see StoreInGroups
-  RowState states[kWarps][kSumRows];
+  // What each warp found for its 16 positions of a turn, as its lanes have it: for both of its rows
+  // 4 logits. Turns take the places by turns.
+  float4 logits[2][kWarps][2][gpu::kWarpSize];
+  float4 totals[kTotalFours][kThreads];
   PositionScales scales[kStages][kScales];  // of an 8-bit cache
   PipelineBarriers<kStages> tiles_barriers;
   PipelineBarriers<kItems> splits_barriers;  // from the warp of K to that of V
@@ -128,7 +137,7 @@ struct DecodeShared {
     // By one thread: where each has another barrier, ptxas makes a loop over the threads, of 60
     // cycles a turn.
     if (threadIdx.x > 0) return;
-    tiles_barriers.Init(kDecodeProducers * gpu::kWarpSize + (has_scales ? 1 : 0), 1);
+    tiles_barriers.Init(kDecodeProducers * gpu::kWarpSize + (has_scales ? 1 : 0), kWarps);
     splits_barriers.Init(1, 1);
     work_barriers.Init(gpu::kWarpSize + 1, kWarps);
   }

@@ -6,25 +6,53 @@
 
 namespace xla_gpu::paged_attention {
 
+// Parts of a row that are merged at once: a group's leaves, of which the first has more.
+inline constexpr int kPartsAtOnce = LeafOf(kGroup);
+static_assert(kPartsAtOnce <= gpu::kWarpSize, "each lane finds the factors of a part");
+
 template <typename T, typename C, int kHeadSize, int kKib>
 class DecodeConsumer {
   using Shared = DecodeShared<T, C, kHeadSize, kKib>;
   using QueryRows = typename Shared::QueryRows;
   using CacheRows = typename Shared::CacheRows;
+  using TileState = typename Shared::TileState;
   static constexpr int kTile = Shared::kTile;
   using Query = typename Shared::Query;
-  using Products = WarpProducts<Query, C, kHeadSize, kTile, QueryRows, CacheRows>;
+  static constexpr int kOwnColumns = kHeadSize / kWarps;  // of V, of a warp
+  using Products =
+      WarpProducts<Query, C, kHeadSize, kDecodePart, QueryRows, CacheRows, kOwnColumns>;
+  static constexpr int kBlocks = kDecodeTurn / 8;  // of 8 positions, of a turn
+  static_assert(kLargestDecodeTile == Softmax::kBlockPositions, "turns begin with a whole block");
 
-  // The rows of a work item that a warp finishes: every kWarps-th.
-  static constexpr int kRows = kDecodeRows / kWarps;
-  // How often the warps leave their sums in memory, and merge them.
-  static constexpr int kRounds = kDecodeRows / Shared::kSumRows;
-  static constexpr int kColumns = kHeadSize / gpu::kWarpSize;
-  using Row = PartOfRow<kColumns>;
-  // Splits of a row that are on their way to their merge: 4 KiB for a warp, or half of it with an
-  // 8-bit cache, which has more code, and elsewhere than on Hopper, for want of registers.
-  static constexpr int kSplitsAtOnce =
-      kColumns > 4 || kIs8Bit<C> || !Shared::kIsLarge ? kSplitsOfGroup : 2 * kSplitsOfGroup;
+  static constexpr int kPartsOnTheirWay = kHeadSize > 128 ? 6 : 12;  // as registers allow
+
+  // What is known of a row that is merged, with the columns of a lane.
+  using Row = PartOfRow<kHeadSize / gpu::kWarpSize>;
+
+  // What the warp has found for its columns: a leaf, or several that are added up.
+  struct Sums {
+    RowState states[2];
+    float values[kOwnColumns / 8][4];
+
+    __device__ __forceinline__ Sums Plus(const Sums& part) const {
+      Sums sums = *this;
+      sums.Add(part);
+      return sums;
+    }
+    __device__ __forceinline__ void Add(const Sums& part) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const Fold fold(&states[r], part.states[r]);
+#pragma unroll
+        for (int n = 0; n < kOwnColumns / 8; ++n) {
+#pragma unroll
+          for (int e = 2 * r; e < 2 * r + 2; ++e) {
+            values[n][e] = fold.Add(values[n][e], part.values[n][e]);
+          }
+        }
+      }
+    }
+  };
 
  public:
   __device__ DecodeConsumer(const Params& p, const Scratch& scratch, const DecodeNumbers& numbers,
@@ -46,116 +74,241 @@ class DecodeConsumer {
       const DecodeWork& work = shared_.work[stage.index];
       if (work.split.IsEnd()) return;
       Compute(work, shared_.query[stage.index], shared_.query_factors[stage.index]);
-      if (warp_ == 0) gpu::Stamp(gpu::Moment::kLastTile);
-      FinishSplit(work);
+      if (!work.split.IsWhole()) Merge(work);
       if (warp_ == 0) gpu::Stamp(gpu::Moment::kFinished);
       shared_.work_barriers.Free(stage);
     }
   }
 
  private:
-  // Computes the warp's tiles of a split, and leaves what it found in shared memory.
+  // Computes a split. Its leaves are added up from the beginning of their group on, and groups from
+  // the beginning of the sequence on. What cannot be added up here becomes a part.
   __device__ void Compute(const DecodeWork& work, const Query* query, const float* query_factors) {
-    const Item item = work.split.AsItem(numbers_.group);
+    const DecodeSplit& split = work.split;
+    const Item& item = work.item;
     Softmax softmax(p_, item, lane_ / 4, work.rows[lane_ / 4].range,
                     work.rows[lane_ / 4 + 8].range);
     if constexpr (kIs8Bit<C>) {
       for (int r = 0; r < 2; ++r) softmax.MultiplyScale(r, query_factors[lane_ / 4 + 8 * r]);
     }
     const CommonRange common = work.common;
-    Products products;
-    const int32_t first_tile = work.split.begin_tile, end_tile = work.split.end_tile;
-    const int32_t turn = (warp_ + work.split.flags) & DecodeSplit::kTurn;
-    for (int32_t tile = first_tile + turn; tile < end_tile; tile += kWarps) {
-      const auto stage = Shared::TileState::Of(count_ + (tile - first_tile));
-      const PositionScales* scales = shared_.scales[stage.index];
-      C* keys = shared_.tiles[stage.index];
-      C* values = p_.is_latent ? keys : keys + kHeadSize;
-      const int32_t begin = tile * kTile;
-      shared_.tiles_barriers.WaitFilled(stage);
-      if (warp_ == 0) gpu::Stamp(gpu::Moment::kFirstTile, /*first_counts=*/true);
-      float logits[kTile / 8][4] = {};
-      Products::MultiplyByKeys(query, 0, keys, 0, logits);
-      if (kIs8Bit<C> && !scales_are_uniform_) Products::ScaleLogits(scales, logits);
-      softmax.ToLogits(begin, /*masked=*/!common.Contains(begin, begin + kTile), logits);
-      float rescales[2];
-      softmax.Weigh(logits, rescales);
-      RescaleSums(/*exist=*/tile >= first_tile + kWarps, rescales, products.sums);
-      if constexpr (!kIsInteger<C>) {
-        if (common.RowsDiffer(item, begin, begin + kTile)) {
-          SetAsideNonFinite(softmax, begin, scales, values, products.sums);
-        }
+    const int32_t begin = split.BeginTile<kTile>() * kTile, end = split.end, to = split.to;
+    const bool begins_sequence = split.from == split.sequence_begin;
+    Sums group;
+    [[maybe_unused]] Sums total;      // if it is not in memory
+    int32_t group_from = split.from;  // where the group's sums begin
+    int32_t total_end = 0;            // where the total's end. 0: there are none
+#pragma unroll 1
+    for (int32_t at = split.from; at < to;) {
+      const int32_t leaf_end = min(static_cast<uint32_t>(LeafEnd(at)), to);
+      Products leaf;
+      softmax.BeginLeaf();
+      const int32_t last = min(leaf_end, end);
+#pragma unroll 1
+      for (int32_t position = max(at, begin); position < last; position += kDecodeTurn) {
+        TakeTurn(item, common, query, position, min(last, position + kDecodeTurn), &softmax, &leaf);
       }
-      if (kIs8Bit<C> && !scales_are_uniform_) {
-        Products::ScaleWeights(scales, logits);
-        products.template AddValues<BFloat16>(values, 0, logits);
+      const Sums found = SumsOf(softmax, leaf);
+      if (at == group_from) {
+        group = found;
       } else {
-        products.template AddValues<Query>(values, 0, logits);
+        group.Add(found);
       }
-      shared_.tiles_barriers.Free(stage);
+      at = leaf_end;
+      // Whether the group's sums begin where the group does.
+      const bool ends = at == to, ends_group = static_cast<uint32_t>(at) % kGroup == 0;
+      const bool begins_group =
+          group_from == split.sequence_begin || static_cast<uint32_t>(group_from) % kGroup == 0;
+      if (begins_group && !ends_group && !ends) continue;
+      if (ends && work.is_bad != 0) {
+        group.states[0].sum = group.states[1].sum = kInfinity - kInfinity;
+      }
+      const bool joins = begins_sequence && (ends_group || split.IsWhole());
+      if (joins) {
+        if (total_end > 0) group = Total(total).Plus(group);
+        SetTotal(group, &total);
+        total_end = at;
+      }
+      int32_t part_from = group_from, part_end = at;
+      group_from = at;
+      if (joins) {
+        if (!ends || split.IsWhole()) continue;
+        part_end = 0;
+      }
+#pragma unroll 1
+      while (true) {  // the code is there once
+        if (part_end > 0) WritePart(work, group, part_from, part_end);
+        if (!ends || total_end == 0) break;
+        group = Total(total);
+        part_from = split.from;
+        part_end = total_end;
+        total_end = 0;
+      }
     }
-    count_ += end_tile - first_tile;
-    if (static_cast<uint32_t>(item.split) % kSplitsOfGroup == 0) merges_ = true;
-    const RowState states[2] = {softmax.State(0), softmax.State(1)};
-    const auto leave_sums = [&](int first_row) {
+    if (warp_ == 0) gpu::Stamp(gpu::Moment::kLastTile);
+    if (split.IsWhole()) WriteOutput(work, Total(total));
+  }
+
+  // The sums of whole groups lie in memory where two thread blocks share a multiprocessor, for want
+  // of registers.
+  __device__ __forceinline__ Sums Total(const Sums& in_registers) const {
+    if constexpr (!Shared::kHasTotals) return in_registers;
+    union {
+      float4 fours[Shared::kTotalFours];
+      Sums sums;
+    };
+#pragma unroll
+    for (int i = 0; i < Shared::kTotalFours; ++i) fours[i] = shared_.totals[i][threadIdx.x];
+    return sums;
+  }
+  __device__ __forceinline__ void SetTotal(const Sums& total, Sums* in_registers) const {
+    if constexpr (!Shared::kHasTotals) {
+      *in_registers = total;
+    } else {
+      union {
+        float4 fours[Shared::kTotalFours];
+        Sums sums;
+      };
+      sums = total;
+#pragma unroll
+      for (int i = 0; i < Shared::kTotalFours; ++i) shared_.totals[i][threadIdx.x] = fours[i];
+    }
+  }
+
+  __device__ __forceinline__ Sums SumsOf(const Softmax& softmax, const Products& leaf) const {
+    Sums sums;
+    softmax.CopyStates(sums.states);
+#pragma unroll
+    for (RowState& state : sums.states) {
+      state.sum += gpu::ShuffleXor(state.sum, 1);
+      state.sum += gpu::ShuffleXor(state.sum, 2);
+    }
+#pragma unroll
+    for (int n = 0; n < kOwnColumns / 8; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sums.values[n][e] = leaf.sums[n][e];
+    }
+    return sums;
+  }
+
+  // The stage of a tile of the turn.
+  __device__ __forceinline__ TileState StageOf(int tile) const {
+    const int index = tiles_.index + tile;
+    if (index < Shared::kStages) return {index, tiles_.phase};
+    return {index - Shared::kStages, tiles_.phase ^ 1};
+  }
+
+  // Takes the positions [begin, end) of a leaf.
+  __device__ __forceinline__ void TakeTurn(const Item& item, const CommonRange& common,
+                                           const Query* query, int32_t begin, int32_t end,
+                                           Softmax* softmax, Products* leaf) {
+    const int num_parts = static_cast<unsigned>(end - begin + kDecodePart - 1) / kDecodePart;
+    constexpr int kPartsOfTile = kTile / kDecodePart;
+    auto& exchanged = shared_.logits[turn_];
+    turn_ ^= 1;
+    {
+      float own[2][4];
+      if (warp_ < num_parts) {
+        const TileState stage = StageOf(warp_ / kPartsOfTile);
+        const int first = warp_ % kPartsOfTile * kDecodePart;
+        const int32_t position = begin + warp_ * kDecodePart;
+        shared_.tiles_barriers.WaitFilled(stage);
+        if (warp_ == 0) gpu::Stamp(gpu::Moment::kFirstTile, /*first_counts=*/true);
+        for (auto& block : own) block[0] = block[1] = block[2] = block[3] = 0;
+        Products::MultiplyByKeys(query, 0, shared_.tiles[stage.index], first, own);
+        if (kIs8Bit<C> && !scales_are_uniform_) {
+          Products::ScaleLogits(shared_.scales[stage.index] + first, own);
+        }
+        softmax->ToLogits(position, /*masked=*/!common.Contains(position, position + kDecodePart),
+                          own);
+      } else {
+        for (auto& block : own) block[0] = block[1] = block[2] = block[3] = -kInfinity;
+      }
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        if (r == 1 && item.num_rows <= 8) break;
-        const int row = lane_ / 4 + 8 * r - first_row;
-        if (kRounds > 1 && (row < 0 || row >= Shared::kSumRows)) continue;
-        products.StoreInGroups(r, states[r], &shared_.states[warp_][row], shared_.sums[warp_][row],
-                               SwizzleOf(row));
-      }
-      gpu::SyncThreads(kDecodeConsumersBarrier, kThreads);
-    };
-    leave_sums(0);
-    if constexpr (kRounds > 1) {
-      MergeRound(0, work);
-#pragma unroll
-      for (int round = 1; round < kRounds; ++round) {
-        if (round * Shared::kSumRows >= item.num_rows) break;
-        gpu::SyncThreads(kDecodeConsumersBarrier, kThreads);  // the round before is merged
-        leave_sums(round * Shared::kSumRows);
-        MergeRound(round, work);
+        exchanged[warp_][r][lane_] = {own[0][2 * r], own[0][2 * r + 1], own[1][2 * r],
+                                      own[1][2 * r + 1]};
       }
     }
-  }
-
-  // As Softmax::RescaleSums, but rows 8 to 15 apart from the others: few work items have them.
-  // exist: whether there are sums; else they are zero.
-  static __device__ __forceinline__ void RescaleSums(bool exist, const float (&rescales)[2],
-                                                     float (&sums)[kHeadSize / 8][4]) {
+    gpu::SyncThreads(kDecodeConsumersBarrier, kThreads);
+    float weights[kBlocks][4];
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      if (!gpu::AnyInWarp(exist && rescales[r] != 1)) continue;
+    for (int n = 0; n < kBlocks; n += 2) {
 #pragma unroll
-      for (float(&block_sums)[4] : sums) {
-        for (int e = 2 * r; e < 2 * r + 2; ++e) block_sums[e] *= rescales[r];
+      for (int r = 0; r < 2; ++r) {
+        const float4 four = exchanged[n / 2][r][lane_];
+        weights[n][2 * r] = four.x;
+        weights[n][2 * r + 1] = four.y;
+        weights[n + 1][2 * r] = four.z;
+        weights[n + 1][2 * r + 1] = four.w;
       }
     }
+    float factors[2];
+    uint32_t drops[2] = {};
+    const float slack = kIs8Bit<C> && !scales_are_uniform_ ? kSlack<BFloat16> : kSlack<Query>;
+    const bool exceed = softmax->Exceeds(weights, softmax->ScalesLate(), slack, factors);
+    if (exceed) {
+      softmax->template Follow<0>(factors, slack, weights, drops);
+      Shrink(drops, 0, leaf);
+    }
+    softmax->template WeighLeaf<0, 4>(factors, weights);
+    if (exceed) softmax->template Follow<4>(factors, slack, weights, drops);
+    softmax->template WeighLeaf<4, 8>(factors, weights);
+    if constexpr (!kIsInteger<C>) {
+      if (common.RowsDiffer(item, begin, end)) {
+        for (int n = 0; n * kDecodePart < end - begin; ++n) {
+          SetAsideNonFinite(*softmax, begin + n * kDecodePart, StageOf(n / kPartsOfTile),
+                            n % kPartsOfTile * kDecodePart, leaf);
+        }
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kWarps; ++n) {
+      if (n >= num_parts) break;
+      if (n == 2 && gpu::AnyInWarp((drops[0] | drops[1]) > 0xff)) Shrink(drops, 1, leaf);
+      const TileState stage = StageOf(n / kPartsOfTile);
+      const int first = n % kPartsOfTile * kDecodePart;
+      auto& of_part = *reinterpret_cast<float(*)[2][4]>(&weights[2 * n]);
+      if (kIs8Bit<C> && !scales_are_uniform_) {
+        Products::ScaleWeights(shared_.scales[stage.index] + first, of_part);
+        leaf->template AddValues<BFloat16>(ValuesOf(stage), first, of_part);
+      } else {
+        leaf->template AddValues<Query>(ValuesOf(stage), first, of_part);
+      }
+      if (first + kDecodePart == kTile || n + 1 == num_parts) shared_.tiles_barriers.Free(stage);
+    }
+    tiles_ = StageOf((num_parts + kPartsOfTile - 1) / kPartsOfTile);
   }
 
-  // Merges what the warps found of the rows of a round, of which this warp has one.
-  __device__ __forceinline__ void MergeRound(int round, const DecodeWork& work) {
-    static_assert(kRounds == 1 || Shared::kSumRows == kWarps, "a warp merges one row of a round");
-    merged_[round] = MergeBefore(round, work, MergeWarps(warp_, work));
+  // The warp's columns of V of a tile.
+  __device__ __forceinline__ C* ValuesOf(TileState stage) const {
+    return shared_.tiles[stage.index] + (p_.is_latent ? 0 : kHeadSize) + warp_ * kOwnColumns;
   }
 
-  // A weight of zero times an infinite or NaN value would spoil a row's sum. If the tile holds such
-  // values, this adds them to the rows that attend to them and then sets them to zero in the tile.
-  __device__ void SetAsideNonFinite(const Softmax& softmax, int32_t begin,
-                                    const PositionScales* scales, C* values,
-                                    float (&sums)[kHeadSize / 8][4]) {
+  // Where references have followed, what was added before the block shrinks.
+  static __device__ __forceinline__ void Shrink(const uint32_t (&drops)[2], int block,
+                                                Products* leaf) {
+    const float factors[2] = {Softmax::Shrinks(drops[0], block), Softmax::Shrinks(drops[1], block)};
+    Softmax::RescaleAll(factors, leaf->sums);
+  }
+
+  // A weight of zero times an infinite or NaN value would spoil a row's sum. If the 16 positions of
+  // a tile from row `first` on hold such values in the warp's columns, this adds them to the rows
+  // that attend to them and then sets them to zero in the tile.
+  __device__ void SetAsideNonFinite(const Softmax& softmax, int32_t begin, TileState stage,
+                                    int first, Products* leaf) {
+    C* values = ValuesOf(stage) + first * CacheRows::kStride;
+    [[maybe_unused]] const PositionScales* scales =
+        shared_.scales[stage.index] + (kIs8Bit<C> ? first : 0);
+    constexpr int kChunks = kOwnColumns / CacheRows::kChunk;  // of a row
     const auto element = [&](int i) {
-      return values + i / kHeadSize * CacheRows::kStride + i % kHeadSize;
+      return values + i / kOwnColumns * CacheRows::kStride + i % kOwnColumns;
     };
-    const auto chunk = [&](int i) {
-      return values + CacheRows::Offset(i / CacheRows::kChunks, i % CacheRows::kChunks);
-    };
-    constexpr int kChunks = kTile * CacheRows::kChunks, kCount = kTile * kHeadSize;
-    if (!gpu::AnyInWarp(HoldsNonFinite<C>(lane_, kChunks, gpu::kWarpSize, chunk))) return;
-    softmax.template AddNonFinite<kTile>(
-        begin, sums,
+    const auto chunk = [&](int i) { return values + CacheRows::Offset(i / kChunks, i % kChunks); };
+    constexpr int kNumChunks = kDecodePart * kChunks;
+    if (!gpu::AnyInWarp(HoldsNonFinite<C>(lane_, kNumChunks, gpu::kWarpSize, chunk))) return;
+    softmax.template AddNonFinite<kDecodePart>(
+        begin, leaf->sums,
         [&](int j, int n, int e) {
           return Products::Number(values + j * CacheRows::kStride, n, e);
         },
@@ -163,118 +316,156 @@ class DecodeConsumer {
           return kIs8Bit<C> && !scales_are_uniform_ ? value * scales[j].v_scale : value;
         });
     __syncwarp();
-    ClearNonFinite(lane_, kCount, gpu::kWarpSize, element);
+    ClearNonFinite(lane_, kDecodePart * kOwnColumns, gpu::kWarpSize, element);
     __syncwarp();
   }
 
-  // The splits of a sequence whose partial results are merged: `step` apart.
-  struct Merge {
-    int32_t first;
-    int32_t count;  // 0: none, but what the warps have found of a split
-    int32_t step;
-  };
-
-  // Merges what the warps found of a split, and merges that with the splits before, or leaves it
-  // for the thread block that merges all. The code is there once for all rows of the warp, and for
-  // rows that this block merges last: it takes long to come, and most calls have one row.
-  __device__ void FinishSplit(const DecodeWork& work) {
-    const Item item = work.split.AsItem(numbers_.group);
-    const int32_t in_group = static_cast<uint32_t>(item.split) % kSplitsOfGroup;
-    ++num_splits_;
-    const bool ends = item.split + 1 == item.num_splits;
-    const bool ends_group = ends || in_group == kSplitsOfGroup - 1;
-    bool is_whole = merges_ && ends && item.split == in_group;
-    Merge merge = {};
-    int32_t run = static_cast<uint32_t>(item.split + 1 - num_splits_) / kSplitsOfRun;
-#pragma unroll 1
-    do {
-#pragma unroll 1
-      for (int i = 0; i * kWarps + warp_ < item.num_rows; ++i) {
-        const int row = i * kWarps + warp_;
-        const RowPlace place(work.rows[row].token, work.rows[row].head);
-        Row merged;
-        if (merge.count > 0) {
-          merged = MergeAll(item, place, merge);
-        } else {
-          merged = kRounds > 1 ? Merged(i) : MergeBefore(i, work, MergeWarps(row, work));
-        }
-        if (is_whole) {
-          WriteRow<T>(p_, item.first_token + place.token, place.head, OwnColumns(),
-                      p_.Attends(item.Tokens(), place.token), merged);
-        } else if (merge.count > 0) {
-          WritePartialResult(item, place, merge.first, merged, 0);
-        } else if (!merges_ || ends_group || work.split.IsLast()) {
-          WritePartialResult(item, place, item.split, merged, merges_ ? in_group : 0);
-        } else {
+  // Calls write(column, columns) for adjacent columns of the lane's row r.
+  template <typename Write>
+  __device__ __forceinline__ void ForColumns(const Sums& sums, int r, const Write& write) const {
+    constexpr int kStep = kIs8Bit<C> ? 2 : 1;
 #pragma unroll
-          for (int j = 0; j < kRows; ++j) {
-            if (i == j) merged_[j] = merged;
-          }
-        }
+    for (int n = 0; n < kOwnColumns / 8; n += kStep) {
+      const int column = warp_ * kOwnColumns + Products::Column(n, 0);
+      if (column >= p_.value_head_size) break;
+      const float first = sums.values[n][2 * r], second = sums.values[n][2 * r + 1];
+      if constexpr (kIs8Bit<C>) {  // every second column is adjacent
+        write(column, Columns<4>{{first, sums.values[n + 1][2 * r], second,
+                                  sums.values[n + 1][2 * r + 1]}});
+      } else {
+        write(column, Columns<2>{{first, second}});
       }
-      gpu::SyncThreads(kDecodeConsumersBarrier, kThreads);  // everyone has left the sums
-    } while (!is_whole && work.split.IsLast() && ComesLast(work.split, &run, &merge, &is_whole));
-    if (!work.split.IsLast()) return;
-    num_splits_ = 0;
-    merges_ = false;
-  }
-
-  // What a split has for the warp's row i, merged with the splits of its group before, if they are
-  // this block's.
-  __device__ __forceinline__ Row MergeBefore(int i, const DecodeWork& work,
-                                             const Row& found) const {
-    if (!merges_ || work.split.split % kSplitsOfGroup == 0) return found;
-    Row merged = Merged(i);
-    merged.Merge(found);
-    return merged;
-  }
-
-  __device__ __forceinline__ Row Merged(int i) const {
-    Row merged = merged_[0];
-#pragma unroll
-    for (int j = 1; j < kRows; ++j) {
-      if (i == j) merged = merged_[j];
     }
-    return merged;
   }
 
-  // Finds what this block merges next, if it comes last somewhere: a run, or all runs. It counts
-  // the block's splits of each run, from `run` on, whose partial results are written, and then that
-  // a run is merged. If there is one run, that is all. Nobody waits: if the lengths change, so that
-  // thread blocks disagree on the number of splits, rows are wrong or not written.
-  __device__ bool ComesLast(const DecodeSplit& split, int32_t* run, Merge* merge, bool* is_whole) {
-    const int32_t num_runs = CountRuns(split.num_splits);
+  // Writes what was found at positions [from, to), whole units, to the slot of the first one. The
+  // slots of the others have moved there.
+  __device__ void WritePart(const DecodeWork& work, const Sums& sums, int32_t from,
+                            int32_t to) const {
+    const DecodeSplit& split = work.split;
+    const int num_rows = split.q_len * numbers_.group;
+    const int64_t slot = split.SlotOf(from);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = lane_ / 4 + 8 * r;
+      if (row >= num_rows) break;
+      const int64_t index = IndexOf(work.rows[row], slot);
+      ForColumns(sums, r, [&](int column, const auto& columns) {
+        WriteTo(scratch_.partials + index * p_.value_head_size + column, columns);
+      });
+      if (warp_ == 0 && lane_ % 4 == 0) scratch_.states[index] = sums.states[r];
+    }
+    const int num_units = split.CountUnits(from, to);
+#pragma unroll 1
+    for (int row = warp_; row < num_rows && num_units > 1; row += kWarps) {
+#pragma unroll 1
+      for (int n = 1 + lane_; n < num_units; n += gpu::kWarpSize) {
+        const int64_t index = IndexOf(work.rows[row], slot + n * split.q_len);
+        scratch_.states[index] = {kNoReference, kMoved};
+      }
+    }
+  }
+
+  // The number of a row in the scratch.
+  __device__ __forceinline__ int64_t IndexOf(const DecodeRow& row, int64_t slot) const {
+    return (slot + row.token) * p_.num_heads + row.head;
+  }
+
+  // What a row's sums of values are multiplied by in the end. Writes its log-sum-exp, if `writes`.
+  __device__ __forceinline__ float Finish(const DecodeWork& work, int row, const RowState& found,
+                                          bool writes) const {
+    const DecodeRow& of_row = work.rows[row];
+    const RowState state = {found.max == kNoReference ? -kInfinity : found.max, found.sum};
+    const MergedParts merged(1, SinkOf(p_, of_row.head), [&](int) { return state; });
+    const bool attends = p_.Attends(work.item.Tokens(), of_row.token);
+    float factor = merged.weights[0] / DivisorOf(attends, merged.state.sum);
+    // Without keys the scale may be NaN.
+    if (kIs8Bit<C> && state.sum != 0) factor *= work.v_scale;
+    if (writes) WriteLse(p_, work.split.first_token + of_row.token, of_row.head, merged.state);
+    return factor;
+  }
+
+  __device__ void WriteOutput(const DecodeWork& work, const Sums& sums) const {
+    const int num_rows = work.split.q_len * numbers_.group;
+    float factors[2];
+#pragma unroll 1
+    for (int r = 0; r < 2; ++r) {  // the code is there once
+      const int row = lane_ / 4 + 8 * r;
+      float factor = 0;
+      if (row < num_rows) {
+        const RowState state = r == 0 ? sums.states[0] : sums.states[1];
+        factor = Finish(work, row, state, warp_ == 0 && lane_ % 4 == 0);
+      }
+      factors[0] = r == 0 ? factor : factors[0];
+      factors[1] = factor;
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = lane_ / 4 + 8 * r;
+      if (row >= num_rows) break;
+      const DecodeRow& of_row = work.rows[row];
+      T* output = static_cast<T*>(p_.output) +
+                  p_.OutputOffset(work.split.first_token + of_row.token, of_row.head);
+      ForColumns(sums, r, [&](int column, auto columns) {
+        for (float& x : columns.column) x = gpu::Fma(x, factors[r], 0);
+        WriteTo(output + column, columns);
+      });
+    }
+  }
+
+  // Arrives with what the block has found of a sequence and kv head. Who comes last merges what all
+  // have. Of a long sequence blocks merge runs of groups side by side first. Nobody waits: if the
+  // lengths change, so that thread blocks disagree, rows are wrong or not written.
+  __device__ void Merge(const DecodeWork& work) {
+    const DecodeSplit& split = work.split;
+    const int32_t begin = split.sequence_begin, end = split.context_len;
+    const int32_t first_group = static_cast<uint32_t>(begin) / kGroup;
+    const int32_t num_units = split.CountUnits(begin, end);
+    const bool has_runs = num_units > kMostAtOnce && !split.UnitsAreGroups();
+    const auto run_of = [&](int32_t position) {
+      const uint32_t group = static_cast<uint32_t>(position) / kGroup - first_group;
+      return static_cast<int32_t>(numbers_.groups_of_run.Quotient(group));
+    };
+    int32_t run = run_of(split.from), completed = 0;
+    const int32_t last_run = run_of(split.to - 1);
 #pragma unroll 1
     while (true) {
-      const bool is_of_runs = merge->count > 0;  // a run is merged
-      int32_t counter = 0, found = 1, total = num_runs;
-      if (!is_of_runs) {
-        const int32_t begin = *run * kSplitsOfRun, last = split.split;
-        if (begin > last) return false;
-        total = min(kSplitsOfRun, split.num_splits - begin);
-        found = min(last + 1, begin + total) - max(last + 1 - num_splits_, begin);
-        if (num_runs > 1) counter = ++*run;
-        *merge = {begin, total, 1};
+      const bool is_run = has_runs && run <= last_run;
+      int32_t from = begin, to = end, counter = 0, found, count;
+      if (is_run) {
+        const uint32_t groups = numbers_.groups_of_run.number;
+        from = max(begin, (first_group + run * groups) * kGroup);
+        to = min(static_cast<uint32_t>(end), (first_group + (run + 1) * groups) * kGroup);
+        counter = ++run;
+      }
+      if (is_run || !has_runs) {
+        found = split.CountUnits(max(from, split.from), min(to, split.to));
+        count = split.CountUnits(from, to);
       } else {
-        *merge = {0, num_runs, kSplitsOfRun};
+        found = completed;
+        count = run_of(end - 1) + 1;
       }
-      if (num_runs > 1) gpu::SyncThreads(kDecodeConsumersBarrier, kThreads);  // is_last is read
-      if (Completes(split, counter, found, total)) {
-        *is_whole = is_of_runs || num_runs == 1;
-        return true;
+      if (found == 0) return;
+      const bool is_own = is_run && found == count;  // its groups are parts already
+      if (!is_own && !Completes(split, counter, found, count)) {
+        if (!is_run) return;
+        continue;
       }
-      merge->count = 0;
-      if (num_runs == 1) return false;
+      ++completed;
+      if (is_own) continue;
+      MergeGroups(work, static_cast<uint32_t>(from) / kGroup,
+                  static_cast<uint32_t>(to - 1) / kGroup + 1,
+                  is_run                               ? kAsParts
+                  : has_runs || split.UnitsAreGroups() ? kOfGroups
+                                                       : kOfLeaves);
+      if (!is_run) return;
     }
-  }
-
-  static __device__ __forceinline__ int32_t CountRuns(int32_t num_splits) {
-    return static_cast<uint32_t>(num_splits + kSplitsOfRun - 1) / kSplitsOfRun;
   }
 
   // Adds to a counter of a sequence and kv head. Returns whether it has the total now.
   __device__ bool Completes(const DecodeSplit& split, int32_t counter, int32_t found,
                             int32_t total) {
+    gpu::SyncThreads(kDecodeConsumersBarrier, kThreads);  // everyone has written, and read is_last
     if (threadIdx.x == 0) {
       const int64_t head = int64_t{split.sequence} * numbers_.num_kv_heads + split.kv_head;
       int32_t* arrivals = scratch_.arrivals + head * scratch_.arrivals_of_head + counter;
@@ -302,78 +493,155 @@ class DecodeConsumer {
     }
   }
 
-  // The factors lie where the warp's sums were, which are merged.
-  __device__ Row MergeAll(const Item& item, const RowPlace& place, const Merge& merge) const {
-    const int64_t first = PartialOf(scratch_, item, place) - item.split + merge.first;
-    static_assert(sizeof(shared_.sums[0]) >= sizeof(MergeFactors), "they have room there");
-    auto* factors = reinterpret_cast<MergeFactors*>(shared_.sums[gpu::Opaque(warp_)]);
-    Row merged;
-    MergeSplits<kSplitsAtOnce>(p_, scratch_, first, merge.count, merge.step, place.head,
-                               OwnColumns(), factors, &merged);
-    return merged;
+  // What the parts are that are merged: leaves, groups, or the leaves of groups that become parts.
+  enum Parts { kOfLeaves, kOfGroups, kAsParts };
+
+  // Merges the parts of groups, and the groups, for the warp's rows: every kWarps-th.
+  __device__ void MergeGroups(const DecodeWork& work, int32_t first_group, int32_t end_group,
+                              Parts parts) const {
+    const DecodeSplit& split = work.split;
+    const int num_rows = split.q_len * numbers_.group;
+    const bool are_groups = split.UnitsAreGroups();
+#pragma unroll 1
+    for (int row = warp_; row < num_rows; row += kWarps) {
+      Row total;
+#pragma unroll 1
+      for (int32_t g = first_group; g < end_group; ++g) {
+        const int32_t from = max(split.sequence_begin, g * kGroup);
+        const int32_t group_end =
+            min(static_cast<uint32_t>(split.context_len), static_cast<uint32_t>(GroupEnd(from)));
+        const int64_t first = IndexOf(work.rows[row], split.SlotOf(from));
+        int32_t count = split.CountUnits(from, group_end), step = split.q_len, second = step;
+        if (parts == kOfGroups) {  // all at once
+          second *= count;
+          step *= are_groups ? 1 : kGroup / kLongLeaf;
+          count = end_group - first_group;
+          g = end_group;
+        }
+        Row group;
+        group.state = Softmax::kNoLogits;
+        AddParts(first, second, step, count, &group);
+        if (parts == kAsParts) {
+          const LaneColumns columns = OwnColumns();
+          columns.Write(group, scratch_.partials + first * p_.value_head_size + columns.first);
+          if (lane_ == 0) scratch_.states[first] = group.state;
+        } else if (from == split.sequence_begin) {
+          total = group;
+        } else {
+          AddTo(&total, Fold(&total.state, group.state), group.values);
+        }
+      }
+      if (parts != kAsParts) WriteRow(work, row, total);
+    }
   }
 
-  // IsAligned holds for every call of this kernel.
+  static __device__ __forceinline__ void AddTo(
+      Row* row, const Fold& fold, const Columns<kColumnsAtOnce> (&part)[Row::kGroups]) {
+#pragma unroll
+    for (int g = 0; g < Row::kGroups; ++g) {
+#pragma unroll
+      for (int k = 0; k < kColumnsAtOnce; ++k) {
+        float& value = row->values[g].column[k];
+        value = fold.Add(value, part[g].column[k]);
+      }
+    }
+  }
+
+  // Adds `count` parts to a row, from the left. The first is at `first`; the second is so many
+  // slots behind it, and each later one `step` slots behind the one before. All that are added at
+  // once are on their way before the first is; so are their factors, each lane's of another part.
+  __device__ __forceinline__ void AddParts(int64_t first, int32_t second, int32_t step,
+                                           int32_t count, Row* row) const {
+    const LaneColumns columns = OwnColumns();
+    auto* factors = &shared_.logits[0][gpu::Opaque(warp_)][0][0];  // of another turn
+    // A token's query would have 8 GiB otherwise.
+    const auto stride = static_cast<uint32_t>(p_.num_heads * p_.value_head_size);
+    const auto behind_first = [&](int32_t n) {
+      return int64_t{n == 0 ? 0 : second + (n - 1) * step} * p_.num_heads;
+    };
+#pragma unroll 1
+    for (int32_t begin = 0; begin < count; begin += kPartsAtOnce) {
+      // Without a condition: what has moved is loaded, too, and the last one again and again. Else
+      // ptxas waits for each part to move it to other registers.
+      Columns<kColumnsAtOnce> parts[kPartsOnTheirWay][Row::kGroups];
+      const float* from = scratch_.partials + (first + behind_first(begin)) * p_.value_head_size;
+      const auto load = [&](int n) {
+#pragma unroll
+        for (int g = 0; g < Row::kGroups; ++g) {
+          const int column = columns.first + g * kColumnStep;
+          parts[n % kPartsOnTheirWay][g] = *reinterpret_cast<const Columns<kColumnsAtOnce>*>(
+              from + (column < columns.count ? column : 0));
+        }
+        const int32_t next = begin + n + 1;
+        if (next < count) from += uint64_t{stride} * (next == 1 ? second : step);
+      };
+#pragma unroll
+      for (int n = 0; n < kPartsOnTheirWay; ++n) load(n);
+      float2 loaded = {kNoReference, kMoved};  // at once: a RowState
+      if (lane_ < kPartsAtOnce && begin + lane_ < count) {
+        loaded =
+            *reinterpret_cast<const float2*>(scratch_.states + first + behind_first(begin + lane_));
+      }
+      const bool has_moved = loaded.y == kMoved;
+      const uint32_t there = gpu::LanesWith(!has_moved);
+      // The reference rarely follows: no lane waits for the one before.
+      float reference = row->state.max, own_reference = reference, before = 1;
+      uint32_t lanes_left = gpu::kAllLanes;
+#pragma unroll 1
+      while (true) {
+        const uint32_t following = gpu::LanesWith(loaded.x > reference + kFoldSlack) & lanes_left;
+        if (following == 0) break;
+        const int next = gpu::FirstOf(following);
+        const float followed = gpu::Shuffle(loaded.x, next);
+        if (lane_ == next) before = gpu::Exp2(reference - followed);
+        if (lane_ >= next) own_reference = followed;
+        reference = followed;
+        lanes_left = gpu::kAllLanes - 1 << next;
+      }
+      // What has moved, or is not there, changes nothing.
+      factors[lane_] = {before, has_moved ? 0.0f : gpu::Exp2(loaded.x - own_reference),
+                        has_moved ? 0.0f : loaded.y, 0};
+      row->state.max = reference;
+      __syncwarp();
+#pragma unroll
+      for (int n = 0; n < kPartsAtOnce; ++n) {
+        if (n % 4 == 0 && begin + n >= count) break;
+        const float4 of_part = factors[n];
+        const Fold fold(of_part.x, of_part.y);
+        row->state.sum = fold.Add(row->state.sum, of_part.z);
+        auto& part = parts[n % kPartsOnTheirWay];
+        const bool is_there = (there >> n & 1) != 0;
+#pragma unroll
+        for (auto& columns_of_part : part) {
+          for (float& x : columns_of_part.column) x = is_there ? x : 0;
+        }
+        AddTo(row, fold, part);
+        if (n + kPartsOnTheirWay < kPartsAtOnce) load(n + kPartsOnTheirWay);
+      }
+      __syncwarp();
+    }
+  }
+
+  __device__ __forceinline__ void WriteRow(const DecodeWork& work, int row, Row merged) const {
+    const float factor = Finish(work, row, merged.state, lane_ == 0);
+#pragma unroll
+    for (auto& four : merged.values) {
+      for (float& x : four.column) x = gpu::Fma(x, factor, 0);
+    }
+    const DecodeRow& of_row = work.rows[row];
+    const LaneColumns columns = OwnColumns();
+    columns.Write(merged, static_cast<T*>(p_.output) + columns.first +
+                              p_.OutputOffset(work.split.first_token + of_row.token, of_row.head));
+  }
+
+  // Of a row that is merged. IsAligned holds for every call of this kernel.
   __device__ __forceinline__ LaneColumns OwnColumns() const {
     const int first = gpu::Opaque(lane_) * kColumnsAtOnce;  // no register of the turns has it
     return {first, static_cast<int>(p_.value_head_size), /*are_chunks=*/true};
   }
 
-  // A split with a bad block id or tree mask is NaN, and so is what it is merged with.
-  __device__ Row MergeWarps(int row, const DecodeWork& work) const {
-    const MergedParts parts(kWarps, -kInfinity, [&](int w) { return shared_.states[w][row]; });
-    const bool is_bad = work.is_bad != 0;
-    const float nan = kInfinity - kInfinity;
-    Row merged;
-    merged.state = {parts.state.max, is_bad ? nan : parts.state.sum};
-#pragma unroll
-    for (int g = 0; g < Row::kGroups; ++g) {
-      Columns<kColumnsAtOnce> sums[kWarps];
-#pragma unroll
-      for (int w = 0; w < kWarps; ++w) sums[w] = SumsOf(w, row, g);
-#pragma unroll
-      for (int k = 0; k < kColumnsAtOnce; ++k) {
-        float value = parts.Sum(kWarps, [&](int w) { return sums[w].column[k]; });
-        // Without keys the scale may be NaN.
-        if (kIs8Bit<C> && parts.state.sum != 0) value *= work.v_scale;
-        merged.values[g].column[k] = is_bad ? nan : value;
-      }
-    }
-    return merged;
-  }
-
-  // What a warp found in a group of the lane's columns.
-  __device__ __forceinline__ auto SumsOf(int w, int row, int group) const {
-    const float* sums = shared_.sums[w][row];
-    const int column = lane_ * kColumnsAtOnce + group * kColumnStep;
-    const auto at = [&](int k) { return sums + (Products::PlaceOf(column + k) ^ SwizzleOf(row)); };
-    using Four = Columns<4>;
-    if constexpr (kIs8Bit<C>) {  // every second column is adjacent
-      const float2 even = *reinterpret_cast<const float2*>(at(0));
-      const float2 odd = *reinterpret_cast<const float2*>(at(1));
-      return Four{{even.x, odd.x, even.y, odd.y}};
-    } else {
-      return *reinterpret_cast<const Four*>(at(0));
-    }
-  }
-
-  // Without it, all rows of the sums would begin in the same bank of shared memory.
-  static __device__ __forceinline__ int SwizzleOf(int row) {
-    return row * Products::kBanksOfGroups % gpu::kWarpSize;
-  }
-
-  // Writes the partial result of a split, and of as many before it as are moved there.
-  __device__ void WritePartialResult(const Item& item, const RowPlace& place, int32_t split,
-                                     const Row& row, int32_t num_moved) const {
-    const int64_t partial_number = PartialOf(scratch_, item, place) - item.split + split;
-    const int64_t index = partial_number * p_.num_heads + place.head;
-    const LaneColumns columns = OwnColumns();
-    columns.Write(row, scratch_.partials + index * p_.value_head_size + columns.first);
-    if (lane_ == 0) scratch_.states[index] = row.state;
-    if (0 < lane_ && lane_ <= num_moved) {
-      scratch_.states[index - lane_ * p_.num_heads] = {-kInfinity, kMoved};
-    }
-  }
+  // A sequence with at most so many units is merged by one thread block.
+  static constexpr int32_t kMostAtOnce = 2 * kPartsAtOnce;
 
   const Params& p_;
   const Scratch& scratch_;
@@ -382,12 +650,8 @@ class DecodeConsumer {
   const int lane_;
   const int warp_;
   const bool scales_are_uniform_;
-  uint32_t count_ = 0;  // tiles of the items before
-  // The block's splits of this sequence and kv head: how many, and whether it has all of their
-  // group so far, which it merges.
-  int32_t num_splits_ = 0;
-  bool merges_ = false;
-  Row merged_[kRows] = {};
+  TileState tiles_;  // of the next turn's first tile
+  int turn_ = 0;     // the place of its logits
 };
 
 }  // namespace xla_gpu::paged_attention

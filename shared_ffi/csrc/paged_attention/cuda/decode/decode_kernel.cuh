@@ -27,7 +27,8 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeShared<T, C, kHeadSize, 
   gpu::WaitForKernelsBefore();
   gpu::BeginStamps();
   if (!numbers.is_last) gpu::LetNextKernelBegin();
-  Schedule schedule(p, numbers, /*loads=*/warp == kWarps);  // on their way while the others come
+  Schedule schedule(p, scratch, numbers,
+                    /*loads=*/warp == kWarps);  // on their way while the others come
   __syncthreads();
   if (warp < kWarps) {
     if (warp == 0) gpu::Stamp(gpu::Moment::kReady);

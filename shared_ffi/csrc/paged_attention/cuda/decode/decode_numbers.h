@@ -8,6 +8,8 @@ namespace xla_gpu::paged_attention {
 // Positions of a KV tile in a cache of type C: as many bytes for each type.
 template <typename C>
 inline constexpr int kDecodeTile = kIs8Bit<C> ? 32 : 16;
+// The largest of them, and a block of the softmax: where the positions of a sequence begin to
+// count.
 inline constexpr int kLargestDecodeTile = 32;
 // Positions of a part of a KV tile. Where blocks are whole parts, each part lies in one block.
 inline constexpr int kDecodePart = 16;
@@ -26,14 +28,13 @@ struct CacheChunks {
   int32_t of_row;
 };
 
-inline constexpr int kNonceShift = 12;  // of a nonce: a number of splits is below 2^12
+inline constexpr int kNonceShift = 12;  // of a nonce: a number of units is below 2^12
 
 // Sizes in 32 bits. A larger size becomes the largest number: it is only compared with others, but
 // for table_bytes, of calls whose TableRowsFit32Bits.
 struct DecodeNumbers {
   static constexpr int32_t kNoWindow = kMaxContextLen;  // positions are at least -kDecodeRows
 
-  Divisor split_limit;
   Divisor block_size;
   Divisor parts_of_block;  // where each part of a tile lies in one block
   int32_t num_tokens;
@@ -41,6 +42,8 @@ struct DecodeNumbers {
   int32_t capacity;
   int32_t window;         // kNoWindow: none
   int32_t max_query_len;  // of the sequences of this kernel
+  int32_t most_groups;    // of positions of a sequence that is split
+  Divisor groups_of_run;  // see DecodeConsumer::Merge
   int32_t num_kv_heads;
   int32_t group;          // query heads of a kv head
   uint32_t group_factor;  // 2^16 / group, rounded up
@@ -54,13 +57,14 @@ struct DecodeNumbers {
 
   // max_rows: of a work item. chunk: elements of a chunk of the cache.
   XLA_GPU_HOST_DEVICE DecodeNumbers(const Params& p, int64_t max_rows, int64_t chunk)
-      : split_limit(SplitLimit(p)),
-        block_size(p.block),
+      : block_size(p.block),
         parts_of_block(Larger(1, p.block_size / kDecodePart)),
         num_tokens(Smaller(p.num_tokens, INT32_MAX)),
         max_seqs(Smaller(p.max_seqs, INT32_MAX)),
         capacity(p.Capacity()),
         window(p.sliding_window == 0 ? kNoWindow : Smaller(p.sliding_window, kNoWindow)),
+        most_groups(MostGroups(LongestSpan(p))),
+        groups_of_run(CeilDiv(most_groups, kMostRuns)),
         num_kv_heads(p.num_kv_heads),
         group(p.group.number),
         group_factor(CeilDiv(1 << 16, group)),
@@ -89,12 +93,19 @@ struct DecodeNumbers {
 
   // Whether a sequence can have several splits. A window counts as its positions: see
   // DecodeSchedule.
-  bool HasSplits() const { return Smaller(capacity, window) > kMinSplit; }
+  bool HasSplits() const { return Smaller(capacity, window) > kMostUnsplit; }
 
-  // Whether the number of KV tiles of all sequences and kv heads has 31 bits, whatever the lengths.
+  // Whether the number of KV tiles of all sequences and kv heads has 31 bits, whatever the lengths,
+  // and that of the slots of all query tokens.
   bool TilesFit31Bits() const {
-    const int64_t tiles = int64_t{capacity} / kDecodePart + 1;  // a tile may have several parts
+    const int64_t tiles = int64_t{capacity} / kDecodePart + 4 * kDecodeRows;
     return max_seqs * tiles <= INT32_MAX / num_kv_heads;
+  }
+
+  // The largest number of leaves for any lengths. It bounds the grid.
+  int64_t MaxItems(const Params& p) const {
+    const int64_t leaves = HasSplits() ? MostLeaves(LongestSpan(p)) : 1;
+    return p.num_kv_heads * Smaller(p.max_seqs, p.num_tokens) * leaves;
   }
 
   // As Params::WindowBegin.

@@ -31,7 +31,7 @@ class DecodeProducer {
   template <typename FindNext>
   __device__ void Run(const FindNext& find_next) {
     DecodeSplit work, next;
-    work.begin_tile = work.end_tile = 0;  // no tiles; nothing else of it is read
+    work.begin = work.end = 0;  // no tiles; nothing else of it is read
     for (ItemState stage;; stage = stage.Next()) {
       find_next(&next, stage);
       CopyTiles(work, next);
@@ -87,6 +87,7 @@ class DecodeProducer {
     const bool is_bad = gpu::AnyInWarp(HasBadTree(p_, item, lane_));
     if (lane_ == 0) {
       work.split = split;
+      work.item = item;
       work.is_bad = is_bad;
       if (kIs8Bit<C>) work.v_scale = v_scale;
       work.common = CommonRange(p_, item, item.first_position, item.context_len - 1);
@@ -135,11 +136,12 @@ class DecodeProducer {
   // Copies the tiles of a work item, if it has any, and asks for the first block ids of the next
   // one.
   __device__ void CopyTiles(const DecodeSplit& work, const DecodeSplit& next) {
-    if (work.begin_tile == work.end_tile) {  // fewer instructions before the first copy
-      LoadIds(next.sequence, next.end, next.begin_tile);
+    const int32_t next_tile = next.BeginTile<kTile>(), end_tile = work.EndTile<kTile>();
+    int32_t tile = work.BeginTile<kTile>();
+    if (work.begin == work.end) {  // fewer instructions before the first copy
+      LoadIds(next.sequence, next.end, next_tile);
       return;
     }
-    int32_t tile = work.begin_tile;
     if (copies_keys_) gpu::Stamp(gpu::Moment::kCopies, /*first_counts=*/true);
     do {
       const int32_t first_block = first_block_;
@@ -149,10 +151,10 @@ class DecodeProducer {
       if constexpr (kPartsAreInBlocks) {
         end = TilesTo<kParts>((first_block + gpu::kWarpSize) * numbers_.parts_of_block.number);
       }
-      const bool is_end = end >= work.end_tile;
-      if (is_end) end = work.end_tile;
+      const bool is_end = end >= end_tile;
+      if (is_end) end = end_tile;
       LoadIds(is_end ? next.sequence : work.sequence, is_end ? next.end : work.end,
-              is_end ? next.begin_tile : end);
+              is_end ? next_tile : end);
       if constexpr (kPartsAreInBlocks) {
         CopyTilesOfParts(work, ids[0], tile * kParts - first_block * numbers_.parts_of_block.number,
                          tile, end);
@@ -160,7 +162,7 @@ class DecodeProducer {
         CopyOtherTiles(work, ids, tile, end);
       }
       tile = end;
-    } while (tile < work.end_tile);
+    } while (tile < end_tile);
   }
 
   // Ends what a lane does for a tile.
@@ -233,7 +235,7 @@ class DecodeProducer {
           row_from += step;
         }
         const int32_t begin = tile * kTile + part * kDecodePart, end_of_part = begin + kDecodePart;
-        const bool is_needed = kParts == 1 || (begin < work.end && work.begin < end_of_part);
+        const bool is_needed = begin < work.end && work.begin < end_of_part;
         is_bad |= is_needed && !IsBlock(block);  // some tables end with the last position
         if (++part_in_block == numbers_.parts_of_block.number) {
           part_in_block = 0;

@@ -1,43 +1,92 @@
-// Deals the splits of all sequences to the thread blocks. Each takes neighbouring splits, with as
-// many positions as every other block but for one split. One warp deals for its block. It reads the
+// Deals the leaves of all sequences to the thread blocks. Each takes neighbouring ones, with as
+// many positions as every other block but for one leaf. One warp deals for its block. It reads the
 // lengths of 32 sequences at once, one in each lane, and everybody else takes what it found.
 #pragma once
 
+#include "../order.h"
 #include "../schedule.cuh"
 #include "decode_numbers.h"
 
 namespace xla_gpu::paged_attention {
 
-// A split of a sequence and kv head. It has all query rows of the sequence.
+// What blocks do not cut, and what has a slot for its partial result: a leaf, or a group where the
+// leaves of the batch have more slots than there are, or all of a sequence and kv head. It decides
+// no bits.
+enum class Unit : uint32_t { kLeaf, kGroup, kSequence };
+
+// The number of the leaf or group that holds a position, and where the unit ends. A sequence has no
+// end here.
+__device__ __forceinline__ int32_t UnitOf(Unit unit, int32_t position) {
+  return unit == Unit::kLeaf ? LeafOf(position) : static_cast<uint32_t>(position) / kGroup;
+}
+__device__ __forceinline__ uint32_t UnitEnd(Unit unit, int32_t position) {
+  if (unit == Unit::kSequence) return INT32_MAX;
+  return unit == Unit::kLeaf ? LeafEnd(position) : GroupEnd(position);
+}
+
+// A split of a sequence and kv head: neighbouring units that a thread block computes. It has all
+// query rows of the sequence.
 struct alignas(16) DecodeSplit {
   int32_t sequence;
   int32_t kv_head;
   int32_t first_token;
   int32_t q_len;  // -1 marks the end
   int32_t context_len;
-  int32_t begin;  // the positions that any of the rows attends to
+  int32_t sequence_begin;  // the first position of the sequence that counts
+  int32_t from;            // [from, to): whole units
+  int32_t to;
+  int32_t begin;  // the positions of them that any of the rows attends to
   int32_t end;
-  int32_t begin_tile;  // the KV tiles of these positions, counted from position 0
-  int32_t end_tile;
-  int32_t split;
-  int32_t num_splits;
+  int32_t slot;  // of unit 0 and the first query token, if the sequence had it
   uint32_t flags;
 
-  static constexpr uint32_t kTurn = kWarps - 1;  // the consumer warps before the first tile's
-  static constexpr uint32_t kIsLast = 4;  // of the block's splits of this sequence and kv head
-  static constexpr uint32_t kIsCausal = 8;
-  static_assert(kTurn < kIsLast, "a turn has two bits");
+  static constexpr uint32_t kUnit = 3;
+  static constexpr uint32_t kIsCausal = 4;
 
   __device__ bool IsEnd() const { return q_len < 0; }
-  __device__ bool IsLast() const { return (flags & kIsLast) != 0; }
+  __device__ bool IsWhole() const { return from == sequence_begin && to == context_len; }
+  __device__ bool UnitsAreGroups() const {
+    return (flags & kUnit) == static_cast<uint32_t>(Unit::kGroup);
+  }
   __device__ int32_t FirstPosition() const { return context_len - q_len; }
   __device__ bool IsIn(int32_t position) const { return begin <= position && position < end; }
 
+  // The KV tiles of its positions, counted from position 0: from the block of 32 on that holds the
+  // first one.
+  template <int kTile>
+  __device__ int32_t BeginTile() const {
+    return static_cast<uint32_t>(begin) / kLargestDecodeTile * (kLargestDecodeTile / kTile);
+  }
+  template <int kTile>
+  __device__ int32_t EndTile() const {
+    return static_cast<uint32_t>(end + kTile - 1) / kTile;
+  }
+
+  // The units that hold positions of [first, last), which are not none.
+  __device__ int32_t CountUnits(int32_t first, int32_t last) const {
+    const auto unit = static_cast<Unit>(flags & kUnit);
+    return UnitOf(unit, last - 1) + 1 - UnitOf(unit, first);
+  }
+  // The slot of the unit that holds a position, for the first query token.
+  __device__ int32_t SlotOf(int32_t position) const {
+    return slot + UnitOf(static_cast<Unit>(flags & kUnit), position) * q_len;
+  }
+
   // `group`: query heads of a kv head.
   __device__ Item AsItem(int32_t group) const {
-    return {
-        sequence, kv_head, 0,     q_len * group, first_token, FirstPosition(),         context_len,
-        begin,    end,     split, num_splits,    /*flag=*/0,  (flags & kIsCausal) != 0};
+    return {sequence,
+            kv_head,
+            0,
+            q_len * group,
+            first_token,
+            FirstPosition(),
+            context_len,
+            begin,
+            end,
+            /*split=*/0,
+            /*num_splits=*/1,
+            /*flag=*/0,
+            (flags & kIsCausal) != 0};
   }
 };
 static_assert(sizeof(DecodeSplit) == 48, "padding would be copied, too, byte by byte");
@@ -46,10 +95,6 @@ static_assert(sizeof(DecodeSplit) == 48, "padding would be copied, too, byte by 
 template <int kTile>
 __device__ __forceinline__ int32_t TilesTo(int32_t position) {
   return static_cast<uint32_t>(position) / kTile;
-}
-inline constexpr int32_t kSplitUnit = kTileAlignment;
-__device__ __forceinline__ int32_t UnitsTo(int32_t position) {
-  return static_cast<uint32_t>(position) / kSplitUnit;
 }
 
 // A copy of a sequence's lengths, in 32 bits. See Sequence.
@@ -84,15 +129,8 @@ struct DecodeLengths {
            context_len >= (is_causal ? q_len : 0) && context_len <= numbers.capacity;
   }
 
-  // The first position attended to, rounded down to the beginning of a KV tile.
-  __device__ int32_t Begin(const DecodeNumbers& numbers) const {
-    return numbers.WindowBegin(context_len - QueryLen()) & -kLargestDecodeTile;
-  }
-
-  // The tiles of a sequence and kv head; 0 if the sequence is not this kernel's.
-  template <int kTile>
-  __device__ int32_t NumTiles(const DecodeNumbers& numbers) const {
-    return AreLegal(numbers) ? TilesTo<kTile>(context_len - Begin(numbers) + kTile - 1) : 0;
+  __device__ QueryTokens Tokens() const {
+    return {first_token, context_len - QueryLen(), context_len, is_causal != 0};
   }
 };
 
@@ -102,8 +140,10 @@ template <bool kIsPlain, int kTile, typename Place>
 class DecodeSchedule {
  public:
   // Starts to load, if it is to be used, and waits for nothing.
-  __device__ DecodeSchedule(const Params& p, const DecodeNumbers& numbers, bool loads)
+  __device__ DecodeSchedule(const Params& p, const Scratch& scratch, const DecodeNumbers& numbers,
+                            bool loads)
       : p_(p),
+        scratch_(scratch),
         numbers_(numbers),
         lane_(threadIdx.x % gpu::kWarpSize),
         kv_head_(numbers.num_kv_heads) {
@@ -118,19 +158,25 @@ class DecodeSchedule {
     if (num_seqs_ < 0 || num_seqs_ > numbers_.max_seqs) num_seqs_ = 0;
     const uint32_t broken = gpu::LanesWith(lane_ < num_seqs_ && !lengths_.HasRows(numbers_));
     if (broken != 0) num_seqs_ = gpu::FirstOf(broken);
-    CountWindow();
-    Place total = gpu::Shuffle(ends_, gpu::kWarpSize - 1);
-    if (num_seqs_ > gpu::kWarpSize) total = CountAll();
-    total *= numbers_.num_kv_heads;
+    Count total;
+    while (true) {
+      CountWindow();
+      total = {gpu::Shuffle(ends_.tiles, gpu::kWarpSize - 1),
+               gpu::Shuffle(ends_.slots, gpu::kWarpSize - 1)};
+      if (num_seqs_ > gpu::kWarpSize) total = CountAll();
+      if (total.slots <= scratch_.num_partials) break;
+      unit_ = unit_ == Unit::kLeaf ? Unit::kGroup : Unit::kSequence;
+    }
+    total.tiles *= numbers_.num_kv_heads;
     // The first blocks have one tile more than the others.
     const int32_t block = blockIdx.x, num_blocks = gridDim.x;
     Place share;
     if constexpr (sizeof(Place) == 4) {
-      share = numbers_.num_thread_blocks.Quotient(total);
+      share = numbers_.num_thread_blocks.Quotient(total.tiles);
     } else {
-      share = total / num_blocks;
+      share = total.tiles / num_blocks;
     }
-    const auto with_one_more = static_cast<int32_t>(total - share * num_blocks);
+    const auto with_one_more = static_cast<int32_t>(total.tiles - share * num_blocks);
     left_ = share + (block < with_one_more ? 1 : 0);
     at_ = share * block + min(block, with_one_more);
   }
@@ -149,27 +195,27 @@ class DecodeSchedule {
     work->first_token = first_token_;
     work->q_len = q_len_;
     work->context_len = context_len_;
-    work->split = split_;
-    work->num_splits = num_splits_;
-    // The first split also has what bidirectional ranges add before the window.
-    const int32_t after_begin = split_ * split_positions_, split_begin = begin_ + after_begin;
-    work->begin = max(split_ == 0 ? 0 : split_begin, attended_begin_);
-    const bool ends = split_ + 1 == num_splits_;
-    work->end = min(ends ? context_len_ : split_begin + split_positions_, attended_end_);
-    const bool is_empty = work->begin >= work->end;
-    work->begin_tile = is_empty ? 0 : TilesTo<kTile>(work->begin);
-    work->end_tile = is_empty ? 0 : TilesTo<kTile>(work->end + kTile - 1);
-    Advance(ends ? num_tiles_ - TilesTo<kTile>(after_begin) : TilesTo<kTile>(split_positions_));
-
-    // As NumTilesBefore.
-    const int32_t window_tile = TilesTo<kTile>(numbers_.WindowBegin(work->FirstPosition()));
-    work->flags = max(0, window_tile - work->begin_tile) & DecodeSplit::kTurn;
+    work->sequence_begin = begin_;
+    work->from = from_;
+    const int32_t tiles = TilesTo<kTile>(context_len_ - from_ + kTile - 1);
+    work->to = left_ < tiles ? NextUnit(from_ + static_cast<int32_t>(left_) * kTile) : context_len_;
+    work->begin = max(from_, attended_begin_);
+    work->end = min(work->to, attended_end_);
+    if (work->begin >= work->end) work->begin = work->end = 0;
+    work->slot = slot_;
+    work->flags = static_cast<uint32_t>(own_unit_);
     if (is_causal_ != 0) work->flags |= DecodeSplit::kIsCausal;
-    if (ends || left_ <= 0) work->flags |= DecodeSplit::kIsLast;
-    GoTo(kv_head_, split_ + 1);
+    Advance(work->to < context_len_ ? TilesTo<kTile>(work->to - from_) : tiles);
+    GoTo(kv_head_, work->to);
   }
 
  private:
+  // What sequences have: KV tiles of each kv head, and slots.
+  struct Count {
+    Place tiles;
+    Place slots;
+  };
+
   // a / b, if that is below 2^20.
   template <typename T>
   static __device__ __forceinline__ int32_t SmallQuotient(T a, int32_t b) {
@@ -180,15 +226,54 @@ class DecodeSchedule {
     return quotient;
   }
 
-  // Counts the tiles of the sequences whose lengths the lanes have.
+  // Where the first unit of the sequence at a position or behind it begins, if that is one behind
+  // the sequence's first: its end at the latest.
+  __device__ __forceinline__ int32_t NextUnit(int32_t position) const {
+    return static_cast<int32_t>(
+        min(static_cast<uint32_t>(context_len_), UnitEnd(own_unit_, position - 1)));
+  }
+
+  // The first position of a sequence that counts: that of the block of 32 with the first one that
+  // its rows attend to.
+  __device__ int32_t BeginOf(const DecodeLengths& lengths) const {
+    int32_t begin = numbers_.WindowBegin(lengths.context_len - lengths.QueryLen());
+    if (p_.bidirectional_ranges != nullptr) {
+#pragma unroll 1
+      for (int32_t i = 0; i < lengths.QueryLen(); ++i) {
+        const Span range = p_.RangeOf(lengths.Tokens(), i);
+        if (!range.IsEmpty()) begin = min(begin, static_cast<int32_t>(range.begin));
+      }
+    }
+    return begin & -kLargestDecodeTile;
+  }
+
+  // What it has; nothing if it is not this kernel's. One whose window has few positions is one
+  // unit, wherever it begins. It needs no slot.
+  __device__ Count CountOf(const DecodeLengths& lengths, int32_t* begin) const {
+    *begin = 0;
+    if (!lengths.AreLegal(numbers_)) return {0, 0};
+    *begin = BeginOf(lengths);
+    const int32_t length = lengths.context_len - *begin;
+    Count count = {TilesTo<kTile>(length + kTile - 1), 0};
+    const int32_t groups = CountGroups(*begin, lengths.context_len);
+    if (min(length, numbers_.window) > kMostUnsplit && groups <= numbers_.most_groups &&
+        unit_ != Unit::kSequence) {
+      const int32_t units = UnitOf(unit_, lengths.context_len - 1) + 1 - UnitOf(unit_, *begin);
+      count.slots = Place{units} * lengths.QueryLen();
+    }
+    return count;
+  }
+
+  // Counts the sequences whose lengths the lanes have.
   __device__ void CountWindow() {
-    tiles_of_lane_ = window_ + lane_ < num_seqs_ ? lengths_.template NumTiles<kTile>(numbers_) : 0;
-    ends_ = tiles_of_lane_;
+    own_ = {0, 0};
+    if (window_ + lane_ < num_seqs_) own_ = CountOf(lengths_, &begin_of_lane_);
+    ends_ = own_;
     const int lane = gpu::Opaque(lane_);  // else comparisons with it are kept in all predicates
 #pragma unroll
     for (int delta = 1; delta < gpu::kWarpSize; delta *= 2) {
-      const Place left = gpu::ShuffleUp(ends_, delta);
-      if (lane >= delta) ends_ += left;
+      const Count left{gpu::ShuffleUp(ends_.tiles, delta), gpu::ShuffleUp(ends_.slots, delta)};
+      if (lane >= delta) ends_ = {ends_.tiles + left.tiles, ends_.slots + left.slots};
     }
   }
 
@@ -198,20 +283,24 @@ class DecodeSchedule {
     CountWindow();
   }
 
-  // The tiles of all sequences. A sequence without a valid range ends the batch.
-  __device__ Place CountAll() {
+  // Counts all sequences. A sequence without a valid range ends the batch.
+  __device__ Count CountAll() {
+    constexpr int kUnrolled = kIsPlain ? 2 : 1;
     while (true) {
-      Place count = tiles_of_lane_;
+      Count count = own_;
       int32_t broken = num_seqs_;
-#pragma unroll 2
+#pragma unroll kUnrolled
       for (int32_t s = gpu::kWarpSize + lane_; s < num_seqs_; s += gpu::kWarpSize) {
         const DecodeLengths lengths(p_, numbers_, s);
         if (!lengths.HasRows(numbers_)) broken = min(broken, s);
-        count += lengths.template NumTiles<kTile>(numbers_);
+        int32_t begin;
+        const Count of_sequence = CountOf(lengths, &begin);
+        count = {count.tiles + of_sequence.tiles, count.slots + of_sequence.slots};
       }
 #pragma unroll 1
       for (int mask = gpu::kWarpSize / 2; mask > 0; mask /= 2) {
-        count += gpu::ShuffleXor(count, mask);
+        count.tiles += gpu::ShuffleXor(count.tiles, mask);
+        count.slots += gpu::ShuffleXor(count.slots, mask);
         broken = min(broken, gpu::ShuffleXor(broken, mask));
       }
       if (broken == num_seqs_) return count;
@@ -224,22 +313,23 @@ class DecodeSchedule {
     left_ -= tiles;
   }
 
-  // Goes to a split, or past a kv head's last one.
-  __device__ void GoTo(int32_t kv_head, int32_t split) {
-    const bool is_past = split == num_splits_;
+  // Goes to the unit that begins at a position, or past a kv head's last one.
+  __device__ void GoTo(int32_t kv_head, int32_t from) {
+    const bool is_past = from == context_len_;
     kv_head_ = kv_head + (is_past ? 1 : 0);
-    split_ = is_past ? 0 : split;
+    from_ = is_past ? begin_ : from;
   }
 
-  // Finds the sequence at the block's place, and its first split that begins there or after it; or
+  // Finds the sequence at the block's place, and its first unit that begins there or after it; or
   // goes past the sequence.
   __device__ void FindSequence() {
     const Place heads = numbers_.num_kv_heads;
     int passed;
     while (true) {
-      passed = gpu::CountInWarp(ends_ * heads <= at_);
+      passed = gpu::CountInWarp(ends_.tiles * heads <= at_);
       if (passed < gpu::kWarpSize) break;
-      at_ -= gpu::Shuffle(ends_, gpu::kWarpSize - 1) * heads;
+      at_ -= gpu::Shuffle(ends_.tiles, gpu::kWarpSize - 1) * heads;
+      slots_before_ += gpu::Shuffle(ends_.slots, gpu::kWarpSize - 1);
       if (window_ + gpu::kWarpSize >= num_seqs_) {  // the lengths have changed since
         left_ = 0;
         return;
@@ -247,33 +337,28 @@ class DecodeSchedule {
       LoadWindow(window_ + gpu::kWarpSize);
     }
     TakeSequence(passed);
-    const Place after_begin = at_ - (gpu::Shuffle(ends_, passed) - num_tiles_) * heads;
+    const Place after_begin = at_ - (gpu::Shuffle(ends_.tiles, passed) - num_tiles_) * heads;
     const int32_t kv_head = SmallQuotient<Place>(after_begin, num_tiles_);
     const auto tile = static_cast<int32_t>(after_begin - kv_head * Place{num_tiles_});
-    const int32_t tiles_per_split = TilesTo<kTile>(split_positions_);
-    const int32_t split =
-        min(num_splits_, SmallQuotient<int32_t>(tile + tiles_per_split - 1, tiles_per_split));
-    Advance((split == num_splits_ ? num_tiles_ : split * tiles_per_split) - tile);
-    GoTo(kv_head, split);
+    const int32_t from = tile == 0 ? begin_ : NextUnit(begin_ + tile * kTile);
+    Advance((from == context_len_ ? num_tiles_ : TilesTo<kTile>(from - begin_)) - tile);
+    GoTo(kv_head, from);
   }
 
-  // Takes the sequence of a lane, with its splits: see Splits. A window counts as its positions.
-  // Its last split also has those that its first tile and several query tokens add: a window of 128
-  // has one split wherever it begins.
+  // Takes the sequence of a lane.
   __device__ void TakeSequence(int place) {
     place_ = place;
     first_token_ = gpu::Shuffle(lengths_.first_token, place);
     q_len_ = gpu::Shuffle(lengths_.QueryLen(), place);
     context_len_ = gpu::Shuffle(lengths_.context_len, place);
     is_causal_ = kIsPlain ? 1 : gpu::Shuffle(lengths_.is_causal, place);
-    num_tiles_ = gpu::Shuffle(tiles_of_lane_, place);
-    begin_ = gpu::Shuffle(lengths_.Begin(numbers_), place);
-    const int32_t length = min(context_len_ - begin_, numbers_.window);
-    const int32_t limit = numbers_.split_limit.number;
-    const auto positions = static_cast<int32_t>(numbers_.split_limit.Quotient(length + limit - 1));
-    const int32_t units = max(UnitsTo(kShortest), UnitsTo(positions + kSplitUnit - 1));
-    split_positions_ = units * kSplitUnit;
-    num_splits_ = SmallQuotient<int32_t>(UnitsTo(length + kSplitUnit - 1) + units - 1, units);
+    num_tiles_ = static_cast<int32_t>(gpu::Shuffle(own_.tiles, place));
+    begin_ = gpu::Shuffle(begin_of_lane_, place);
+    const Place slots = gpu::Shuffle(own_.slots, place);
+    const Place slots_end = slots_before_ + gpu::Shuffle(ends_.slots, place);
+    // There are too few slots if the lengths have changed since they were counted.
+    own_unit_ = slots == 0 || slots_end > scratch_.num_partials ? Unit::kSequence : unit_;
+    slot_ = static_cast<int32_t>(slots_end - slots) - UnitOf(own_unit_, begin_) * q_len_;
     if constexpr (kIsPlain) {
       attended_begin_ = numbers_.WindowBegin(context_len_ - q_len_);
       attended_end_ = context_len_;
@@ -286,23 +371,25 @@ class DecodeSchedule {
     }
   }
 
-  static constexpr int32_t kShortest = kMinSplit;
-
   const Params& p_;
+  const Scratch& scratch_;
   const DecodeNumbers& numbers_;
   const int lane_;
+  Unit unit_ = Unit::kLeaf;  // of the batch
   int32_t num_seqs_;
-  int32_t window_ = 0;     // the first sequence whose lengths the lanes have
-  DecodeLengths lengths_;  // of the lane's sequence
-  int32_t tiles_of_lane_;  // of each of its kv heads
-  Place ends_;             // the same of the window up to this lane
-  Place at_;               // the block's place, in tiles of all kv heads from the window on
-  Place left_;             // tiles of the block's share
+  int32_t window_ = 0;      // the first sequence whose lengths the lanes have
+  DecodeLengths lengths_;   // of the lane's sequence
+  Count own_;               // of that, for each of its kv heads
+  int32_t begin_of_lane_;   // its first position that counts
+  Count ends_;              // the counts of the window up to this lane
+  Place slots_before_ = 0;  // of the windows before
+  Place at_;                // the block's place, in tiles of all kv heads from the window on
+  Place left_;              // tiles of the block's share
 
   int32_t kv_head_;  // of the next split. numbers.num_kv_heads: one of the next sequence
 
   // The next split. TakeSequence and GoTo set it, and nothing before: that costs instructions.
-  int32_t split_;
+  int32_t from_;
   int place_;  // of its sequence in the window
   int32_t first_token_;
   int32_t q_len_;
@@ -310,8 +397,8 @@ class DecodeSchedule {
   int32_t is_causal_;
   int32_t num_tiles_;
   int32_t begin_;
-  int32_t split_positions_;
-  int32_t num_splits_;
+  int32_t slot_;  // see DecodeSplit
+  Unit own_unit_;
   int32_t attended_begin_;
   int32_t attended_end_;
 };

@@ -319,8 +319,8 @@ class TensorCorePrefillItem {
     if (!gpu::AnyInWarp(drops != 0)) return;
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
-      Softmax::ShrinkAll({Softmax::Shrinks(drops, 2 * g), Softmax::Shrinks(drops, 2 * g + 1)},
-                         products_[g].sums);
+      Softmax::RescaleAll({Softmax::Shrinks(drops, 2 * g), Softmax::Shrinks(drops, 2 * g + 1)},
+                          products_[g].sums);
     }
   }
 

@@ -343,8 +343,8 @@ class TensorCoreItem {
     const bool exceeds = softmax.Exceeds(logits, softmax.ScalesLate(), kSlack<Weight>, factors);
     const auto shrink = [&](int block) {
       if (!exceeds) return;
-      Softmax::ShrinkAll({Softmax::Shrinks(drops[0], block), Softmax::Shrinks(drops[1], block)},
-                         products_[0].sums);
+      Softmax::RescaleAll({Softmax::Shrinks(drops[0], block), Softmax::Shrinks(drops[1], block)},
+                          products_[0].sums);
     };
     if (exceeds) {
       softmax.WeighBlocks(factors, kSlack<Weight>, logits, drops);
