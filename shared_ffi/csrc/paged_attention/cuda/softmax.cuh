@@ -97,11 +97,6 @@ class Softmax {
     return Finished(lane / 2 % 2 != 0 ? upper : lower);
   }
 
-  // The state of a row, after AddLanes, whose reference is -inf if it has seen nothing.
-  static __device__ __forceinline__ RowState Finished(const RowState& state) {
-    return {state.max > kLowest || state.sum > 0 ? state.max : -kInfinity, state.sum};
-  }
-
   // Calls what(n, e, j) for each logit of the lane: element e of group n, which is position j.
   template <int kBlocks, typename Do>
   static __device__ __forceinline__ void ForEach(const Do& what) {
