@@ -171,7 +171,7 @@ template <typename T, typename C, int kHeadSize>
 struct PrefillShared {
   using Element = std::conditional_t<kIs8Bit<C>, Half, T>;
   static constexpr int kTile = kHeadSize <= 128 ? 128 : 64;  // positions
-  static constexpr int kItems = 3;  // work items in memory
+  static constexpr int kItems = 3;                           // work items in memory
   using QueryRows = SwizzledRows<Element, kConsumerRows, kHeadSize>;
   using CacheRows = SwizzledRows<Element, kTile, kHeadSize>;
   // KV tiles in memory. A thread block has 227 KiB, 2 of them for all that is small.
@@ -201,7 +201,8 @@ struct PrefillShared {
   Schedule::Shared schedule;
   int32_t number;  // of the producer's next work item
   // Whether references of a warp's rows change inside a tile (PrefillConsumer::InBlocks), for the
-  // turn that multiplies its values. A warp may write that of the next turn while another one reads.
+  // turn that multiplies its values. A warp may write that of the next turn while another one
+  // reads.
   alignas(16) uint32_t in_blocks[kConsumers][2][kWarps];
   // Then, by how many powers of two the sums of a row shrink before each block but the first.
   uint8_t drops[kConsumers][kTile / 32 - 1][kConsumerRows];

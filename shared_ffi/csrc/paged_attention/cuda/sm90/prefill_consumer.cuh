@@ -135,9 +135,10 @@ class PrefillConsumer {
     return tile;
   }
 
-  // How many plain turns there are from that of a tile on, at most up to the end of a leaf: all rows
-  // attend to all positions of the tile and of the one before. The last turn is not one of them,
-  // although it may be so: after its product the query is free. Nor is one that begins a group.
+  // How many plain turns there are from that of a tile on, at most up to the end of a leaf: all
+  // rows attend to all positions of the tile and of the one before. The last turn is not one of
+  // them, although it may be so: after its product the query is free. Nor is one that begins a
+  // group.
   __device__ __forceinline__ int32_t CountPlainTurns(int32_t tile) const {
     const bool is_plain = FirstTile() < tile && common_.begin <= (tile - 1) * kTile;
     // With a cache of 8 bits each row has a scale of its own.
@@ -148,7 +149,9 @@ class PrefillConsumer {
     return max(0, min(end, LastTile()) - tile);
   }
 
-  __device__ __forceinline__ void TakeFirstTurn(int32_t tile, TileState stage, float (&logits)[kTile / 8][4],
+  // The turn of the first tile: no values come before it, nor references.
+  __device__ __forceinline__ void TakeFirstTurn(int32_t tile, TileState stage,
+                                                float (&logits)[kTile / 8][4],
                                                 uint32_t (&weights)[kTile / 16][4]) {
     WaitForKeys(stage);
     WaitForTurn();
@@ -161,7 +164,7 @@ class PrefillConsumer {
         begin, /*masked=*/!common_.Contains(begin, end), logits);
     float factors[2], shrinks[2];
     softmax_.FactorsOf(softmax_.ScalesLate(), factors);
-    WeighBlocks(stage, factors, logits, shrinks);  // the references are not there yet
+    WeighBlocks(stage, factors, logits, shrinks);
     Pack(logits, weights);
   }
 
@@ -188,8 +191,7 @@ class PrefillConsumer {
     softmax_.template ToLogits</*kSeldomBegins=*/!kIs8Bit<C>>(
         begin, /*masked=*/!common_.Contains(begin, end), logits);
     float factors[2];
-    const bool follows =
-        softmax_.Exceeds(logits, softmax_.ScalesLate(), kSlack<Element>, factors);
+    const bool follows = softmax_.Exceeds(logits, softmax_.ScalesLate(), kSlack<Element>, factors);
     float shrinks[2];
     if (follows) {
       WeighBlocks(stage, factors, logits, shrinks);
@@ -288,8 +290,7 @@ class PrefillConsumer {
   // Weights of a tile in which references change. Returns what the sums so far are multiplied by.
   // Changes behind the first block take effect in the next turn (InBlocks).
   __device__ __forceinline__ void WeighBlocks(TileState stage, const float (&factors)[2],
-                                              float (&logits)[kTile / 8][4],
-                                              float (&shrinks)[2]) {
+                                              float (&logits)[kTile / 8][4], float (&shrinks)[2]) {
     uint32_t drops[2] = {};
     softmax_.WeighBlocks(factors, kSlack<Element>, logits, drops);
 #pragma unroll
@@ -370,9 +371,9 @@ class PrefillConsumer {
     FenceCopies();
   }
 
-  // The same for V of the tile before a turn's. A weight of zero times an infinite or NaN value would
-  // spoil the sum of a row that does not attend to it. So where rows differ in what they attend to,
-  // such values are added to the sums of the others, and become zeros.
+  // The same for V of the tile before a turn's. A weight of zero times an infinite or NaN value
+  // would spoil the sum of a row that does not attend to it. So where rows differ in what they
+  // attend to, such values are added to the sums of the others, and become zeros.
   __device__ __forceinline__ void WaitForValues(int32_t tile, TileState stage) {
     if (!Shared::KeysHoldValues(p_)) WaitForValues(stage);
     if (!common_.RowsDiffer(item_, tile * kTile, (tile + 1) * kTile)) return;
@@ -401,9 +402,8 @@ class PrefillConsumer {
     const auto value = [&](int j, int n, int e) {
       return values[CacheRows::Offset(j, n) + Lane() % 4 * 2 + e];
     };
-    softmax_.template AddNonFinite<kTile>(tile * kTile, sums_, value, [](Element v, int) {
-      return gpu::ToFloat(v);
-    });
+    softmax_.template AddNonFinite<kTile>(tile * kTile, sums_, value,
+                                          [](Element v, int) { return gpu::ToFloat(v); });
     const Item& others = (&work_ - consumer_)[1 - consumer_].rows;
     const bool are_both = others.begin < min(others.end, (tile + 1) * kTile) &&
                           tile * kTile < others.end && others.begin / kTile <= tile;
@@ -412,7 +412,7 @@ class PrefillConsumer {
     gpu::SyncThreads(barrier, num_threads);  // everyone has looked at the values
     const int first = are_both ? kThreads : (1 + consumer_) * kThreads;
     ClearNonFinite(static_cast<int>(threadIdx.x) - first, kTile * kHeadSize, num_threads,
-                            [&](int i) { return values + i; });
+                   [&](int i) { return values + i; });
     gpu::FenceAsyncProxy();
     gpu::SyncThreads(barrier, num_threads);
   }
@@ -700,9 +700,8 @@ class PrefillConsumer {
       } columns;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        columns.word[i] =
-            gpu::Pack(gpu::Fma(sums_[n + i][2 * r], factor, 0.0f),
-                      gpu::Fma(sums_[n + i][2 * r + 1], factor, 0.0f), T{});
+        columns.word[i] = gpu::Pack(gpu::Fma(sums_[n + i][2 * r], factor, 0.0f),
+                                    gpu::Fma(sums_[n + i][2 * r + 1], factor, 0.0f), T{});
       }
       TransposeInQuads(columns.word);  // now 8 adjacent columns of group n + Lane() % 4
       const int column = (n + Lane() % 4) * 8;
