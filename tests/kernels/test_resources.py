@@ -332,9 +332,10 @@ def prefill_kernel(
 
 
 def test_the_prefill_kernel_for_most_calls_is_short(folder: Path) -> None:
-    """A short call runs most instructions once, and fetches them from memory."""
+    """A short call runs most instructions once, and fetches them from memory. A quarter are those of
+    turns in which references change, which few calls run."""
     code, of_all = (prefill_kernel(folder, "BFloat16", 128, plain) for plain in (True, False))
-    assert len(code.bits) * 16 <= 150 * 1024 < len(of_all.bits) * 16
+    assert len(code.bits) * 16 <= 215 * 1024 < len(of_all.bits) * 16
 
 
 def test_infinite_values_are_looked_for_in_16_positions_at_a_time(folder: Path) -> None:
@@ -401,12 +402,14 @@ def test_weights_are_computed_while_values_are_multiplied(
     folder: Path, head_size: int, cache: str, is_plain: bool
 ) -> None:
     """The prefill kernel waits for the product with the values in the middle of the exponentials of
-    a plain turn, and after those of another. ptxas may move the wait up, which changes no result."""
-    *plain_turns, other = turns(prefill_kernel(folder, cache, head_size, is_plain))
-    half = {64: 32, 128: 32, 192: 16, 256: 12}[head_size]
-    assert other.exponentials()[0] >= 2 * half
-    (plain,) = plain_turns
+    a plain turn, and after those of others: that of a plain one that begins a leaf, if there are
+    registers, and any other. ptxas may move the wait up, which changes no result."""
+    plain, *others = turns(prefill_kernel(folder, cache, head_size, is_plain))
+    half = {64: 32, 128: 32, 192: 16, 256: 16}[head_size]
     assert min(plain.exponentials()) >= half
+    assert others
+    for other in others:
+        assert other.exponentials()[0] >= half
 
 
 @pytest.mark.parametrize("is_plain", [True, False], ids=["plain", "any"])
@@ -416,11 +419,12 @@ def test_a_plain_turn_is_short(folder: Path, by: str, is_plain: bool) -> None:
     the exponentials and for their sum, and 32 to round. 22 compute the descriptors of 16 products, in
     uniform registers. Each third turn takes a few more: the next place is the first. What threads
     have copied takes a fence, before which ptxas puts 4 loads of nothing. V of the tile before is
-    there when K is. What tensor copies bring takes a wait for V, and no fence."""
+    there when K is. What tensor copies bring takes a wait for V, and no fence. Eight ask whether
+    references change inside the tile (PrefillConsumer::InBlocks)."""
     code = prefill_kernel(folder, "BFloat16", 128, is_plain)
     fences = 1 if by == cycles.THREADS else 0
     plain = Turn(code, cycles.turns_of(code, without="$^" if fences else "MEMBAR")[0])
-    assert len(plain.way) <= 380
+    assert len(plain.way) <= 410
     assert plain.count("HGMMA") == 16
     assert [plain.count(name) for name in ("MEMBAR", "FENCE", "R2UR")] == [fences, fences, 0]
     assert plain.count("PHASECHK") == 2 - fences

@@ -16,6 +16,14 @@
 //   suffices: a query row is divided by a power of two, and weights are not multiplied by scales,
 //   which all positions share.
 //
+// Sums have the one order of all kernels (order.h). A leaf is added up in registers. The leaves
+// before it are added up in memory (Scratch::Slot), to which the last turn of each leaf adds it:
+// nobody waits for that, and the addresses stay in the L2 cache. Where a row's reference changes
+// behind the first 32 positions of a tile, the four warps multiply V in steps of 32 positions.
+//
+// Values that are infinite or NaN stay out of products where rows of the item differ in what they
+// attend to. Both consumers add them to sums of rows that do, and then make them zeros.
+//
 // Who fills a place in shared memory, and who frees it (PrefillShared has the places, `filled` and
 // `freed` their barriers):
 //
@@ -46,7 +54,7 @@
 // that the producer waits for. The consumers free all tiles of an item, also those that they skip.
 //
 // A second place for a query would fit with heads of 64 alone. With 128, 192 and 256, what there is
-// takes 224, 192 and 208 of 227 KiB, and a query 32, 48 and 64. None is needed: a query is free
+// takes 224, 192 and 192 of 227 KiB, and a query 32, 48 and 64. None is needed: a query is free
 // when the last product with keys ends. The next one is copied while a consumer turns logits into
 // weights, multiplies them and writes its rows.
 //

@@ -149,6 +149,7 @@ class PrefillConsumer {
     return max(0, min(end, LastTile()) - tile);
   }
 
+  // The turn of the first tile: no values come before it, nor references.
   __device__ __forceinline__ void TakeFirstTurn(int32_t tile, TileState stage,
                                                 float (&logits)[kTile / 8][4],
                                                 uint32_t (&weights)[kTile / 16][4]) {
@@ -163,7 +164,7 @@ class PrefillConsumer {
         begin, /*masked=*/!common_.Contains(begin, end), logits);
     float factors[2], shrinks[2];
     softmax_.FactorsOf(softmax_.ScalesLate(), factors);
-    WeighBlocks(stage, factors, logits, shrinks);  // the references are not there yet
+    WeighBlocks(stage, factors, logits, shrinks);
     Pack(logits, weights);
   }
 
