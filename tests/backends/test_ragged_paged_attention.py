@@ -252,7 +252,7 @@ def test_faulty_metadata_writes_to_no_other_page(
 def test_v3_mask_value(name: str) -> None:
     attend = function(name)
     call = {k: jnp.asarray(x) for k, x in inputs(*CALLS[name]).items()}
-    message = f"^{attend.__name__}: mask_value must be None or at most -10000, .*; got -50.0$"
+    message = f"^{attend.__name__}: mask_value must be None or at most -10000, .*; got -50.0. Leave mask_value out$"
     with pytest.raises(ValueError, match=message):
         attend(**call, mask_value=-50.0)
     attend(**call, mask_value=-1e4)
@@ -350,7 +350,7 @@ def test_mask_value() -> None:
         (torch_frontend.ragged_paged_attention, tensors),
         (torch.ops.xla_gpu.ragged_paged_attention, tensors),
     ):
-        message = "^ragged_paged_attention: mask_value must be None or at most -10000, .*; got 0.0$"
+        message = "^ragged_paged_attention: mask_value must be None or at most -10000, .*; got 0.0. Leave mask_value out$"
         with pytest.raises(ValueError, match=message):
             attend(*operands, mask_value=0.0)
         attend(*operands, mask_value=-2.38e38)

@@ -68,7 +68,7 @@ extern "C" __global__ void Probe(void* query, CACHE* cache, const int32_t* conte
   p.is_causal = true;
   p.dtype = DType::kFloat16;
   p.cache_dtype = kIs8Bit<CACHE> ? DType::kFloat8E4M3 : DType::kFloat16;
-  KERNEL(p, Scratch{1, 1, 0, flags, flags + 64, flags + 65, states, partials}, NUMBERS);
+  KERNEL(p, Scratch{1, 1, 0, flags, flags + 64, flags + 65, 2, states, partials}, NUMBERS);
 }
 
 }  // namespace xla_gpu::paged_attention

@@ -170,22 +170,12 @@ def test_a_sequence_has_the_same_bits_in_any_batch(
                 assert_same_bits(own, together[starts[s] : starts[s + 1]])
 
 
-def may_differ_on_hopper(request: pytest.FixtureRequest) -> None:
-    """A known fault: of some 40,000 numbers of the prefill kernel one has another last bit, since
-    the emulated GPU adds up products as tensor cores do. One after the other they gave the same
-    bits. The cause is not found."""
-    given = request.node.callspec.params
-    if (given.get("each_kernel"), given["group"], given["dtype"]) == ("hopper", 4, "bfloat16"):
-        request.applymarker(pytest.mark.xfail(reason="one number has another last bit"))
-
-
 @pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("group", [1, 4])  # on the CPU, K and V in place, or packed
 def test_chain_tree_has_the_bits_of_causal_attention(
-    group: int, dtype: str, each_kernel: Kernels, request: pytest.FixtureRequest
+    group: int, dtype: str, each_kernel: Kernels
 ) -> None:
-    may_differ_on_hopper(request)
     case = Case(
         id="chain",
         sequences=((7, 150), (64, 700), (3, 3), (80, 90)),
@@ -216,10 +206,9 @@ def test_chain_tree_has_the_bits_of_causal_attention(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("group", [1, 4])
 def test_a_token_without_a_range_keeps_its_bits(
-    group: int, dtype: str, each_kernel: Kernels, request: pytest.FixtureRequest
+    group: int, dtype: str, each_kernel: Kernels
 ) -> None:
     """With one query head for each kv head, short queries are the decode kernel's."""
-    may_differ_on_hopper(request)
     case = Case(
         id="ranges",
         sequences=((2, 1500), (4, 700), (60, 200), (70, 700), (3, 3), (80, 90)),

@@ -134,7 +134,7 @@ ATTENTION: list[tuple[str, Any, str]] = [
         r"kv_cache must have type torch.Tensor; got ndarray. Pass torch.from_dlpack\(kv_cache\)",
     ),
     ("scale", True, "scale must have type float; got bool. Pass a number"),
-    ("scale", torch.tensor(0.5), r"scale must have type float; got Tensor. Pass float\(scale\)"),
+    ("scale", torch.tensor([0.5]), r"scale must have type float; got Tensor. Pass float\(scale\)"),
     (
         "block_tables",
         torch.zeros(3, 2, dtype=torch.int64),

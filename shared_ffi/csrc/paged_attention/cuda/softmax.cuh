@@ -175,7 +175,13 @@ class Softmax {
     }
   }
 
-  // Finds the factors of the logits. Whether a row of the warp may have to change its reference.
+  // The factors of the logits.
+  __device__ __forceinline__ void FactorsOf(bool scales_late, float (&factors)[2]) const {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) factors[r] = scales_late ? scales_[r] * kLog2E : 1.0f;
+  }
+
+  // The same. Whether a row of the warp may have to change its reference.
   template <int kBlocks>
   __device__ __forceinline__ bool Exceeds(const float (&logits)[kBlocks][4], bool scales_late,
                                           float slack, float (&factors)[2]) const {
@@ -194,9 +200,9 @@ class Softmax {
       for (int n = 1; n < kBlocks; ++n) largest[e] = fmaxf(largest[e], logits[n][e]);
     }
     bool exceeds = false;
+    FactorsOf(scales_late, factors);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      factors[r] = scales_late ? scales_[r] * kLog2E : 1.0f;
       const float top = fmaxf(largest[2 * r], largest[2 * r + 1]) * factors[r];
       exceeds |= top > states_[r].max + slack;
     }

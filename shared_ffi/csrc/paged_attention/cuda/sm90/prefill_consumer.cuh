@@ -101,32 +101,33 @@ class PrefillConsumer {
     TakeFirstTurn(tile, *stage, logits, weights);
     *stage = stage->Next();
     ++tile;
-    while (tile <= LastTile()) {
+    for (;;) {
       int32_t count = CountPlainTurns(tile);
-      if constexpr (kIs8Bit<C>) {
-        // There are no registers for a loop of plain turns.
-        if (count > 0 && !BeginsLeaf(tile)) {
+      if (count > 0 && (!kIs8Bit<C> || !BeginsLeaf(tile))) {
+        if constexpr (kIs8Bit<C>) {
+          // There are no registers for a loop of plain turns.
           TakePlainTurn<false>(tile, *stage, logits, weights);
-        } else {
-          TakeAnyTurn(tile, *stage, logits, weights);
-        }
-      } else if (count > 0) {
-        if (BeginsLeaf(tile)) {
-          TakePlainTurn<true>(tile, *stage, logits, weights);
           *stage = stage->Next();
           ++tile;
-          --count;
+          continue;
+        } else {
+          if (BeginsLeaf(tile)) {
+            TakePlainTurn<true>(tile, *stage, logits, weights);
+            *stage = stage->Next();
+            ++tile;
+            --count;
+          }
+          if (count > 0) TakePlainTurns(count, stage, logits, weights);
+          tile += count;
+          continue;
         }
-        if (count > 0) TakePlainTurns(count, stage, logits, weights);
-        tile += count;
-        continue;
-      } else {
-        TakeAnyTurn(tile, *stage, logits, weights);
       }
+      WaitForValues(tile - 1, *stage);
+      if (tile > LastTile()) break;
+      TakeAnyTurn(tile, *stage, logits, weights);
       *stage = stage->Next();
       ++tile;
     }
-    WaitForValues(tile - 1, *stage);
     gpu::SyncThreads(kThreadsBarrier + consumer_, kThreads);  // in place of a turn's
     StartSums(*stage, weights);
     gpu::WaitProducts<0>(sums_);
@@ -160,14 +161,9 @@ class PrefillConsumer {
     const int32_t begin = tile * kTile, end = begin + kTile;
     softmax_.template ToLogits</*kSeldomBegins=*/!kIs8Bit<C>>(
         begin, /*masked=*/!common_.Contains(begin, end), logits);
-    float factors[2];
-    const bool follows = softmax_.Exceeds(logits, softmax_.ScalesLate(), kSlack<Element>, factors);
-    if (follows) {
-      float shrinks[2];
-      WeighBlocks(stage, factors, logits, shrinks);
-    } else {
-      softmax_.template WeighLeaf<0, kTile / 8>(factors, logits);
-    }
+    float factors[2], shrinks[2];
+    softmax_.FactorsOf(softmax_.ScalesLate(), factors);
+    WeighBlocks(stage, factors, logits, shrinks);  // the references are not there yet
     Pack(logits, weights);
   }
 
@@ -176,7 +172,6 @@ class PrefillConsumer {
   __device__ __forceinline__ void TakeAnyTurn(int32_t tile, TileState stage,
                                               float (&logits)[kTile / 8][4],
                                               uint32_t (&weights)[kTile / 16][4]) {
-    WaitForValues(tile - 1, stage);
     WaitForKeys(stage);
     WaitForTurn();
     StartLogits(stage, logits);
