@@ -90,6 +90,8 @@ LONG = {"num_heads": 4, "num_kv_heads": 2, "head_size": 64, "block_size": 16, "d
 # A sequence with so many rows is not split: thread blocks add up its leaves.
 WHOLE = LONG | {"num_heads": 64, "num_kv_heads": 1}
 WIDE = LONG | {"head_size": 576, "value_head_size": 512, "num_kv_heads": 1, "block_size": 32}
+# The decode kernel alone computes it.
+DECODING = LONG | {"max_query_len": 4}
 CALLS: dict[str, dict[str, Any]] = {
     "leaves": LONG | {"sequences": ((70, 900), (40, 2000)), "query_factor": 4.0},
     "whole": WHOLE | {"sequences": ((129, 1300),), "query_factor": 4.0, "sinks": True},
@@ -114,6 +116,18 @@ CALLS: dict[str, dict[str, Any]] = {
                       "scales": "per position", "query_factor": 4.0},
     "int8": LONG | {"sequences": ((70, 700), (1, 300)), "cache_dtype": "int8",
                     "scales": "per position", "query_factor": 4.0},
+    "decoding": DECODING | {"sequences": ((1, 1500), (2, 300), (1, 257), (4, 700)),
+                            "query_factor": 4.0, "sinks": True},
+    "decoding-a-window": DECODING | {"sequences": ((1, 1500), (4, 900), (1, 2300)),
+                                     "sliding_window": 600, "num_heads": 8},
+    "decoding-a-narrow-window": DECODING | {"sequences": ((1, 1500), (4, 900)),
+                                            "sliding_window": 128, "block_size": 5},
+    "decoding-groups": DECODING | {"sequences": ((1, 9000), (2, 18000)), "num_kv_heads": 1},
+    "decoding-heads-of-128": DECODING | {"sequences": ((1, 1500), (3, 700)), "head_size": 128,
+                                         "query_factor": 4.0},
+    "decoding-a-tree": DECODING | {"sequences": ((4, 700), (3, 300)), "tree": "draft"},
+    "decoding-ranges": DECODING | {"sequences": ((4, 1700), (1, 900)), "ranges": "any",
+                                   "sliding_window": 300},
     "latent": WIDE | {"sequences": ((14, 600),)},
     "few-latent": WIDE | {"sequences": ((1, 1300), (3, 300)), "query_factor": 4.0},
 }  # fmt: skip
@@ -148,7 +162,8 @@ def cancelling(case: Case) -> Inputs:
 
 
 @pytest.mark.parametrize(
-    ("kernels", "capability"), [("portable", 80), ("portable", 86), ("portable", 90), ("by GPU", 90)]
+    ("kernels", "capability"),
+    [("portable", 80), ("portable", 86), ("portable", 90), ("by GPU", 90)],
 )
 @pytest.mark.parametrize("call", CALLS)
 def test_kernels_add_up_in_this_order(call: str, kernels: str, capability: int, gpu: Gpu) -> None:
