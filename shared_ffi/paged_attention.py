@@ -339,6 +339,8 @@ def scratch_bytes(
         sliding_window=int(attributes["sliding_window"]),
         max_query_len=int(attributes.get("max_query_len", 0)),
     )
+    # Each thread block has a slot, if there is a second leaf.
+    has_slots = smaller(1, longest // (sizes.leaf + 1))
     longest = smaller(longest, sizes.max_length)
     leaves = smaller(sizes.split_limit, -(-longest // sizes.leaf) + 1)
     groups = smaller(sizes.max_group_splits, -(-longest // sizes.group) + 1)
@@ -360,8 +362,6 @@ def scratch_bytes(
     flags_bytes = -(-flags_bytes // sizes.alignment) * sizes.alignment
     num_bytes = flags_bytes + num_partials * sizes.partial_bytes
     num_bytes = -(-num_bytes // sizes.alignment) * sizes.alignment
-    # One for each thread block, if there is a second leaf.
-    has_slots = smaller(1, longest // (sizes.leaf + 1))
     num_slots = smaller(num_tokens * num_heads * max_splits, sizes.max_slots)
     return num_bytes + has_slots * num_slots * sizes.slot_bytes
 

@@ -257,8 +257,8 @@ template <typename T, int kColumns>
 __device__ __forceinline__ void WriteRow(const Params& p, int64_t token, int64_t head,
                                          const LaneColumns& columns, bool attends,
                                          const PartOfRow<kColumns>& row) {
-  const MergedParts whole(1, SinkOf(p, head), [&](int64_t) { return row.state; });
-  const float weight = whole.weights[0] / DivisorOf(attends, whole.state.sum);
+  const WithSink whole(SinkOf(p, head), row.state);
+  const float weight = whole.weight / DivisorOf(attends, whole.state.sum);
   PartOfRow<kColumns> divided;
 #pragma unroll
   for (int g = 0; g < row.kGroups; ++g) {
@@ -287,13 +287,10 @@ __device__ __forceinline__ void Report(const Params& p, const Scratch& scratch, 
       is_bad;
 }
 
-// The partial results, in shared memory, of `num_parts` warps for the same rows at different
-// positions.
-struct Parts {
-  int num_parts;
-  const RowState* states;  // [num_parts, rows]
-  const float* sums;       // [num_parts, rows, stride]
-  int rows;
+// What a thread block has found of its rows, in shared memory.
+struct FoundRows {
+  const RowState* states;  // [rows]
+  const float* sums;       // [rows, stride]
   int stride;
   int columns;           // of V, or all that are left
   int first_column = 0;  // of V
@@ -302,43 +299,39 @@ struct Parts {
 // In place of the number of a row that does not exist: the host has checked that none has it.
 inline constexpr uint32_t kNoRow = UINT32_MAX;
 
-// What becomes of a row of a work item whose partial results are to be merged and written.
+// What becomes of a row of a work item.
 struct FinishedRow {
-  float weights[kWarps] = {};  // of the partial results; those of a whole row make its average
-  int64_t number = 0;          // among the rows of the output, or of the partials
+  float weight = 0;    // of its sums: that of a whole row makes them its average
+  int64_t number = 0;  // among the rows of the output, or of the partials
 
   FinishedRow() = default;
-  // Also writes the row's state, or its log-sum-exp. state_of(n): of partial result n.
-  template <typename StateOf>
+  // Also writes the row's state, or its log-sum-exp.
   __device__ __forceinline__ FinishedRow(const Params& p, const Scratch& scratch, const Item& item,
-                                         int row, int num_parts, const StateOf& state_of) {
+                                         int row, const RowState& found) {
     const RowPlace place(p, item, row);
     const int64_t token = item.first_token + place.token;
     const bool is_whole = item.num_splits == 1;
-    const MergedParts merged(num_parts, is_whole ? SinkOf(p, place.head) : -kInfinity, state_of);
+    const WithSink finished(is_whole ? SinkOf(p, place.head) : -kInfinity, found);
     float divisor = 1;
     if (is_whole) {
       const RowRange range = RowRange::OfToken(p, item, place.token);
-      divisor = DivisorOf(range.begin < range.end, merged.state.sum);
+      divisor = DivisorOf(range.begin < range.end, finished.state.sum);
       number = token * p.num_heads + place.head;
-      WriteLse(p, token, place.head, merged.state);
+      WriteLse(p, token, place.head, finished.state);
     } else {
       number = PartialOf(scratch, item, place) * p.num_heads + place.head;
-      scratch.states[number] = merged.state;
+      scratch.states[number] = finished.state;
     }
     // Once for the row: a division of each column takes eight instructions.
-#pragma unroll
-    for (int part = 0; part < kWarps; ++part) {
-      if (part < num_parts) weights[part] = merged.weights[part] / divisor;
-    }
+    weight = finished.weight / divisor;
   }
 };
 
-// Merges the parts in their order and writes the rows: to the output, or to the scratch if the work
-// item is a split. kWidth: columns that a lane writes at once.
+// Writes the rows: to the output, or to the scratch if the work item is a split. kWidth: columns
+// that a lane writes at once.
 template <typename T, int kWidth>
 __device__ void WriteRows(const Params& p, const Scratch& scratch, const Item& item,
-                          const Parts& parts, bool is_bad) {
+                          const FoundRows& rows, bool is_bad) {
   const unsigned thread = gpu::Opaque(threadIdx.x);  // no address of it stays in a register
   const int lane = thread % gpu::kWarpSize, warp = thread / gpu::kWarpSize;
   if (thread == 0) Report(p, scratch, item, is_bad);
@@ -346,45 +339,32 @@ __device__ void WriteRows(const Params& p, const Scratch& scratch, const Item& i
   const int own_row = lane * kWarps + warp;
   FinishedRow own;
   if (own_row < item.num_rows) {
-    own = FinishedRow(p, scratch, item, own_row, parts.num_parts,
-                      [&](int64_t part) { return parts.states[part * parts.rows + own_row]; });
+    own = FinishedRow(p, scratch, item, own_row, rows.states[own_row]);
   }
   const int64_t offset = own.number * p.value_head_size;
-  // Writes the lane's columns of each row behind `to`, where row 0 has the first of the parts'.
+  // Writes the lane's columns of each row behind `to`, where row 0 has the first of `rows`.
   const auto write_rows = [&](auto* to) {
     const auto columns =
-        static_cast<int>(Smaller(parts.columns, p.value_head_size - parts.first_column));
+        static_cast<int>(Smaller(rows.columns, p.value_head_size - rows.first_column));
     const int first = lane * kWidth, num_rows = item.num_rows;
-    const float* row_sums = parts.sums + warp * parts.stride;
+    const float* row_sums = rows.sums + warp * rows.stride;
 #pragma unroll 1
-    for (int i = 0; i * kWarps + warp < num_rows; ++i, row_sums += kWarps * parts.stride) {
+    for (int i = 0; i * kWarps + warp < num_rows; ++i, row_sums += kWarps * rows.stride) {
       const int64_t row_offset = gpu::Shuffle(offset, i);
-      float row_weights[kWarps];
-#pragma unroll
-      for (int part = 0; part < kWarps; ++part) {
-        if (part < parts.num_parts) row_weights[part] = gpu::Shuffle(own.weights[part], i);
-      }
+      const float weight = gpu::Shuffle(own.weight, i);
 #pragma unroll 1
       for (int d = first; d < columns; d += gpu::kWarpSize * kWidth) {
-        Columns<kWidth> values = {};
+        auto values = *reinterpret_cast<const Columns<kWidth>*>(row_sums + d);
 #pragma unroll
-        for (int part = 0; part < kWarps; ++part) {
-          if (part >= parts.num_parts) break;
-          const auto sums = *reinterpret_cast<const Columns<kWidth>*>(
-              row_sums + part * parts.rows * parts.stride + d);
-#pragma unroll
-          for (int k = 0; k < kWidth; ++k) {
-            values.column[k] = gpu::Fma(row_weights[part], sums.column[k], values.column[k]);
-          }
-        }
+        for (float& value : values.column) value = gpu::Fma(weight, value, 0.0f);
         WriteTo(to + row_offset + d, values);
       }
     }
   };
   if (item.num_splits == 1) {
-    write_rows(static_cast<T*>(p.output) + parts.first_column);
+    write_rows(static_cast<T*>(p.output) + rows.first_column);
   } else {
-    write_rows(scratch.partials + parts.first_column);
+    write_rows(scratch.partials + rows.first_column);
   }
 }
 

@@ -179,7 +179,8 @@ inline int64_t MakeScratch(const Params& p, void* memory, Scratch* scratch) {
   scratch->slots = reinterpret_cast<float*>(bytes + slots_begin);
   scratch->num_slots = Smaller(p.num_tokens * p.num_heads * scratch->max_splits, sizes.max_slots);
   scratch->floats_of_slot = FloatsOfSlot(p);
-  return slots_begin + (longest > sizes.leaf ? scratch->num_slots * sizes.slot_bytes : 0);
+  // A window of few positions may begin in one leaf and end in the next.
+  return slots_begin + (p.Capacity() > sizes.leaf ? scratch->num_slots * sizes.slot_bytes : 0);
 }
 
 }  // namespace xla_gpu::paged_attention

@@ -25,50 +25,16 @@ __device__ inline void WriteLse(const Params& p, int64_t token, int64_t head, co
 // What the logits of a row are taken relative to: the largest, if there is any.
 __device__ __forceinline__ float ShiftOf(float max) { return max == -kInfinity ? 0.0f : max; }
 
-// The sum of 2^(logit - ShiftOf(max)) over a row's sink and its `count` partial results, of which
-// state(n) is one.
-template <typename StateAt>
-__device__ __forceinline__ float SumOf(float max, float sink, int64_t count, const StateAt& state) {
-  const float shift = ShiftOf(max);
-  float sum = gpu::Exp2(sink - shift);
-#pragma unroll 4
-  for (int64_t n = 0; n < count; ++n) {
-    sum = gpu::Fma(gpu::Exp2(state(n).max - shift), state(n).sum, sum);
-  }
-  return sum;
-}
-
-// What up to kWarps partial results of a row, and its sink, become when they are merged at once:
-// all are brought to the largest logit.
-struct MergedParts {
+// A finished row with its sink, which is -infinity if there is none.
+struct WithSink {
   RowState state;
-  float weights[kWarps];  // of the parts
+  float weight;  // of the row's sums
 
-  // state_of(n): of part n. The sink is -infinity if there is none.
-  template <typename StateOf>
-  __device__ __forceinline__ MergedParts(int num_parts, float sink, const StateOf& state_of) {
-    state.max = sink;
-#pragma unroll
-    for (int n = 0; n < kWarps; ++n) {
-      if (n < num_parts) state.max = fmaxf(state.max, state_of(n).max);
-    }
-    state.sum = SumOf(state.max, sink, num_parts, state_of);
-#pragma unroll
-    for (int n = 0; n < kWarps; ++n) {
-      if (n < num_parts) weights[n] = gpu::Exp2(state_of(n).max - ShiftOf(state.max));
-    }
-  }
-
-  // The sum of the weighted values: value_of(n) is that of part n.
-  template <typename ValueOf>
-  __device__ __forceinline__ float Sum(int num_parts, const ValueOf& value_of) const {
-    float sum = 0;
-#pragma unroll
-    for (int n = 0; n < kWarps; ++n) {
-      if (n >= num_parts) break;
-      sum = gpu::Fma(weights[n], value_of(n), sum);
-    }
-    return sum;
+  __device__ __forceinline__ WithSink(float sink, const RowState& row) {
+    state.max = fmaxf(sink, row.max);
+    const float shift = ShiftOf(state.max);
+    weight = gpu::Exp2(row.max - shift);
+    state.sum = gpu::Fma(weight, row.sum, gpu::Exp2(sink - shift));
   }
 };
 

@@ -152,14 +152,17 @@ class DecodeConsumer {
   // The sums of whole groups lie in memory where two thread blocks share a multiprocessor, for want
   // of registers.
   __device__ __forceinline__ Sums Total(const Sums& in_registers) const {
-    if constexpr (!Shared::kHasTotals) return in_registers;
-    union {
-      float4 fours[Shared::kTotalFours];
-      Sums sums;
-    };
+    if constexpr (!Shared::kHasTotals) {
+      return in_registers;
+    } else {
+      union {
+        float4 fours[Shared::kTotalFours];
+        Sums sums;
+      };
 #pragma unroll
-    for (int i = 0; i < Shared::kTotalFours; ++i) fours[i] = shared_.totals[i][threadIdx.x];
-    return sums;
+      for (int i = 0; i < Shared::kTotalFours; ++i) fours[i] = shared_.totals[i][threadIdx.x];
+      return sums;
+    }
   }
   __device__ __forceinline__ void SetTotal(const Sums& total, Sums* in_registers) const {
     if constexpr (!Shared::kHasTotals) {
@@ -376,12 +379,12 @@ class DecodeConsumer {
                                           bool writes) const {
     const DecodeRow& of_row = work.rows[row];
     const RowState state = {found.max == kNoReference ? -kInfinity : found.max, found.sum};
-    const MergedParts merged(1, SinkOf(p_, of_row.head), [&](int) { return state; });
+    const WithSink finished(SinkOf(p_, of_row.head), state);
     const bool attends = p_.Attends(work.item.Tokens(), of_row.token);
-    float factor = merged.weights[0] / DivisorOf(attends, merged.state.sum);
+    float factor = finished.weight / DivisorOf(attends, finished.state.sum);
     // Without keys the scale may be NaN.
     if (kIs8Bit<C> && state.sum != 0) factor *= work.v_scale;
-    if (writes) WriteLse(p_, work.split.first_token + of_row.token, of_row.head, merged.state);
+    if (writes) WriteLse(p_, work.split.first_token + of_row.token, of_row.head, finished.state);
     return factor;
   }
 

@@ -236,9 +236,9 @@ __global__ void __launch_bounds__(kThreads, 2)
       for (int i = 0; i < kColumns; ++i) queries[row * stride + i * gpu::kWarpSize + lane] = 0;
     }
     __syncthreads();
-    const Parts parts_of_rows{1, states, queries, kCoreRows, stride, stride};
+    const FoundRows rows{states, queries, stride, stride};
     WithQueryType<T>(p, [&](auto type) {
-      WriteRows<decltype(type), /*kWidth=*/1>(p, scratch, item, parts_of_rows, is_bad);
+      WriteRows<decltype(type), /*kWidth=*/1>(p, scratch, item, rows, is_bad);
     });
   }
 }

@@ -178,9 +178,8 @@ class TensorCoreItem {
     is_bad_ = __syncthreads_or(is_bad_);  // everyone has left the tiles, whose place the sums take
     StoreSums();
     __syncthreads();
-    const Parts parts{1,        layout_.states, layout_.sums, kRows, Layout::kSumStride,
-                      kColumns, first_column_};
-    WriteRows<T, /*kWidth=*/4>(p_, scratch, item_, parts, is_bad_);
+    const FoundRows rows{layout_.states, layout_.sums, Layout::kSumStride, kColumns, first_column_};
+    WriteRows<T, /*kWidth=*/4>(p_, scratch, item_, rows, is_bad_);
   }
 
  private:

@@ -66,10 +66,10 @@ class WarpRows {
     FinishedRow own;
     uint32_t number = kNoRow;
     if (row < item.num_rows) {
-      own = FinishedRow(p, scratch, item, row, 1, [&](int64_t) { return state; });
+      own = FinishedRow(p, scratch, item, row, state);
       number = static_cast<uint32_t>(own.number);
     }
-    shared->rows[lane] = {own.weights[0], number,
+    shared->rows[lane] = {own.weight, number,
                           static_cast<uint32_t>(static_cast<uint64_t>(own.number) >> 32)};
   }
 

@@ -680,16 +680,13 @@ class PrefillConsumer {
     if (exists) {
       const RowPlace place = PlaceOf(row);
       offset = p_.OutputOffset(rows_.first_token + place.token, place.head);
-      const float sink = SinkOf(p_, place.head);
-      const float max = fmaxf(state.max, sink);
-      const float weight = gpu::Exp2(state.max - ShiftOf(max));
-      const float sum = SumOf(max, sink, 1, [&](int64_t) { return state; });
+      const WithSink finished(SinkOf(p_, place.head), state);
       const RowRange& range = softmax_.Range(r);
-      const float divisor = range.begin < range.end ? sum : 1.0f;  // without keys the sum is zero
-      factor = weight / divisor;
-      if (kIs8Bit<C> && range.begin < range.end) factor *= work_.v_scale;
+      const bool attends = range.begin < range.end;
+      factor = finished.weight / DivisorOf(attends, finished.state.sum);
+      if (kIs8Bit<C> && attends) factor *= work_.v_scale;
       if (Lane() % 4 == 0) {
-        WriteLse(p_, item_.first_token + place.token, place.head, {max, sum});
+        WriteLse(p_, item_.first_token + place.token, place.head, finished.state);
       }
     }
     T* output = static_cast<T*>(p_.output) + offset;
