@@ -85,7 +85,7 @@ def test_kv_cache_update_of_positions_without_a_row(position: int) -> None:
     before = [x.copy() for x in arrays]
     updated = [arrays[operand] for operand, _ in call.aliases]
     with pytest.raises(
-        ValueError, match=rf"positions\[{token}\] must be from 0 .*=13, .* {position}$"
+        ValueError, match=rf"positions\[{token}\] must be from 0 .*=13, .* {position}\."
     ):
         call_handler(call.target, numbers(call), arrays, updated, 3)
     for array, value in zip(arrays, before, strict=True):
