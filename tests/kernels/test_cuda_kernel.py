@@ -1283,7 +1283,7 @@ def test_the_scratch_is_bounded(
         few_tokens=few_tokens,
     )
     flags = num_tokens + partials + max_seqs * num_kv_heads * per_head
-    slots = 2 * 4 * 128 * (128 + 8) * min(384, num_tokens * num_heads * max_splits)
+    slots = 2 * 4 * 128 * (128 + 16) * min(384, num_tokens * num_heads * max_splits)
     num_bytes -= slots if capacity > 256 else 0
     assert num_bytes <= 4 * flags + 32 + 4 * partials * num_heads * 130
 

@@ -79,29 +79,19 @@ __device__ __forceinline__ void WaitProducts(float (&d)[kBlocks][4]) {
 //   StartProductTransposed: d += a * b. a is in registers; b is in shared memory, with 64 elements
 //   of each of its 16 rows adjacent (MN-major).
 #define XLA_GPU_SUMS4(d, i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
-#define XLA_GPU_SUMS24(d, i)                                                                      \
+#define XLA_GPU_SUMS32(d, i)                                                                      \
   XLA_GPU_SUMS4(d, i), XLA_GPU_SUMS4(d, i + 1), XLA_GPU_SUMS4(d, i + 2), XLA_GPU_SUMS4(d, i + 3), \
-      XLA_GPU_SUMS4(d, i + 4), XLA_GPU_SUMS4(d, i + 5)
-#define XLA_GPU_SUMS32(d, i) XLA_GPU_SUMS24(d, i), XLA_GPU_SUMS4(d, i + 6), XLA_GPU_SUMS4(d, i + 7)
-#define XLA_GPU_NAMES24                                                                        \
+      XLA_GPU_SUMS4(d, i + 4), XLA_GPU_SUMS4(d, i + 5), XLA_GPU_SUMS4(d, i + 6),                  \
+      XLA_GPU_SUMS4(d, i + 7)
+#define XLA_GPU_NAMES32                                                                        \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
-  "%20, %21, %22, %23"
-#define XLA_GPU_NAMES32 XLA_GPU_NAMES24 ", %24, %25, %26, %27, %28, %29, %30, %31"
+  "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define XLA_GPU_NAMES64                                                                          \
   XLA_GPU_NAMES32                                                                                \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, " \
   "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
 #define XLA_GPU_PRODUCT(T, type)                                                                  \
-  __device__ __forceinline__ void StartProduct(float(&d)[6][4], uint64_t a, uint64_t b,           \
-                                               bool accumulates, T) {                             \
-    asm volatile(                                                                                 \
-        "{ .reg .pred adds; setp.ne.s32 adds, %26, 0; "                                           \
-        "wgmma.mma_async.sync.aligned.m64n48k16.f32." type "." type " {" XLA_GPU_NAMES24          \
-        "}, %24, %25, adds, 1, 1, 0, 0; }"                                                        \
-        : XLA_GPU_SUMS24(d, 0)                                                                    \
-        : "l"(a), "l"(b), "r"(static_cast<int>(accumulates)));                                    \
-  }                                                                                               \
   __device__ __forceinline__ void StartProduct(float(&d)[8][4], uint64_t a, uint64_t b,           \
                                                bool accumulates, T) {                             \
     asm volatile(                                                                                 \
@@ -143,9 +133,7 @@ XLA_GPU_PRODUCT(BFloat16, "bf16")
 #undef XLA_GPU_PRODUCT
 #undef XLA_GPU_NAMES64
 #undef XLA_GPU_NAMES32
-#undef XLA_GPU_NAMES24
 #undef XLA_GPU_SUMS32
-#undef XLA_GPU_SUMS24
 #undef XLA_GPU_SUMS4
 
 }  // namespace xla_gpu::gpu

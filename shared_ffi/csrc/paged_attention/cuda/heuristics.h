@@ -162,9 +162,10 @@ inline constexpr int64_t kPrefillTileRows = 128;
 // The thread blocks of a kernel that has slots (Scratch): as many as a large GPU holds at once.
 inline constexpr int64_t kMaxSlots = 384;
 
-// The columns are rounded up to what a product has at least.
+// The columns are rounded up to what a product has at least. Threads have the states of two rows in
+// a total, and the prefill kernel of 9.0 those of a leaf as well.
 inline int64_t FloatsOfSlot(const Params& p) {
-  constexpr int64_t kColumns = 16, kStates = 8;
+  constexpr int64_t kColumns = 16, kStates = 16;
   return kPrefillTileRows * (CeilDiv(p.value_head_size, kColumns) * kColumns + kStates);
 }
 

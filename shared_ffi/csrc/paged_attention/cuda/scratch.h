@@ -37,7 +37,7 @@ struct Scratch {
   // thread blocks run. No slots where no row has a second leaf.
   float* slots;  // [num_slots, 2, floats_of_slot]
   int64_t num_slots;
-  int64_t floats_of_slot;  // columns as floats, and 8 more, of each of kPrefillTileRows rows
+  int64_t floats_of_slot;  // columns as floats, and 16 more, for each of kPrefillTileRows rows
 
   // which: 0 for the group's total, 1 for that of the groups before.
   XLA_GPU_HOST_DEVICE float* Slot(int64_t block, int which) const {

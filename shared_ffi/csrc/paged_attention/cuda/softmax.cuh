@@ -111,10 +111,10 @@ class Softmax {
   // Turns q . k into logits in units of 1 / log2(e), but for a factor that WeighLeaf multiplies
   // them by; the first is that of position `begin`. If `masked`, sets the logits of positions that
   // a row does not attend to to -inf. kSeldomBegins: faster where no range begins behind `begin`,
-  // in some more registers.
+  // in some more registers. thread: Opaque where no register is to be kept for it.
   template <bool kSeldomBegins = false, int kBlocks>
-  __device__ __forceinline__ void ToLogits(int32_t begin, bool masked,
-                                           float (&logits)[kBlocks][4]) const {
+  __device__ __forceinline__ void ToLogits(int32_t begin, bool masked, float (&logits)[kBlocks][4],
+                                           unsigned thread = threadIdx.x) const {
     constexpr int kKeys = kBlocks * 8;
     if (p_.soft_cap > 0) {
       p_.soft_cap > kMaxPlainCap ? CapGently(logits) : Cap(logits);
@@ -125,7 +125,7 @@ class Softmax {
     if (masked) {
       if constexpr (kSeldomBegins) {
         // Relative to the lane's first position, so that each is compared with a constant.
-        const int lane_begin = begin + static_cast<int>(threadIdx.x) % gpu::kWarpSize % 4 * 2;
+        const int lane_begin = begin + static_cast<int>(thread) % gpu::kWarpSize % 4 * 2;
         const int first[2] = {ranges_[0].begin - lane_begin, ranges_[1].begin - lane_begin};
         const int last[2] = {ranges_[0].end - lane_begin, ranges_[1].end - lane_begin};
         ForEach<kBlocks>([&](int n, int e, int) {

@@ -15,7 +15,7 @@ __global__ void __launch_bounds__(kPrefillThreads, 1)
   using Shared = PrefillShared<T, C, kHeadSize>;
   using Registers = PrefillRegisters<C, kHeadSize>;
   auto* shared = reinterpret_cast<Shared*>(gpu::SharedMemory());
-  if (threadIdx.x == 0) shared->Init();
+  if (gpu::Opaque(threadIdx.x) == 0) shared->Init();
   gpu::LetNextKernelBegin();
   __syncthreads();
   const int warpgroup = gpu::Shuffle(static_cast<int>(threadIdx.x / kThreads), 0);  // uniform

@@ -33,7 +33,8 @@ class PrefillConsumer {
   using QueryState = typename Shared::QueryState;
   using TileState = typename Shared::TileState;
   static constexpr int kTile = Shared::kTile;
-  static constexpr int kColumns = kHeadSize % 128 == 0 ? 128 : 64;  // of a product with values
+  static constexpr int kColumns = kHeadSize % 128 == 0 ? 128 : 64;       // of a product with values
+  static constexpr bool kSeldomBegins = !kIs8Bit<C> || kHeadSize == 64;  // of Softmax::ToLogits
 
  public:
   __device__ PrefillConsumer(const Params& p, const Scratch& scratch, const PrefillWork& work,
@@ -160,8 +161,8 @@ class PrefillConsumer {
     gpu::WaitProducts<0>(logits);
     FreeKeys(stage, tile);
     const int32_t begin = tile * kTile, end = begin + kTile;
-    softmax_.template ToLogits</*kSeldomBegins=*/!kIs8Bit<C>>(
-        begin, /*masked=*/!common_.Contains(begin, end), logits);
+    softmax_.template ToLogits<kSeldomBegins>(begin, /*masked=*/!common_.Contains(begin, end),
+                                              logits, gpu::Opaque(threadIdx.x));
     float factors[2], shrinks[2];
     softmax_.FactorsOf(softmax_.ScalesLate(), factors);
     WeighBlocks(stage, factors, logits, shrinks);
@@ -181,15 +182,13 @@ class PrefillConsumer {
     gpu::WaitProducts<1>(logits);
     FreeKeys(stage, tile);
     const bool ends_leaf = BeginsLeaf(tile);
-    RowState ended[2];
     if (ends_leaf) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) ended[r] = softmax_.LeafState(r);
+      KeepStates();
       softmax_.BeginLeaf();
     }
     const int32_t begin = tile * kTile, end = begin + kTile;
-    softmax_.template ToLogits</*kSeldomBegins=*/!kIs8Bit<C>>(
-        begin, /*masked=*/!common_.Contains(begin, end), logits);
+    softmax_.template ToLogits<kSeldomBegins>(begin, /*masked=*/!common_.Contains(begin, end),
+                                              logits, gpu::Opaque(threadIdx.x));
     float factors[2];
     const bool follows = softmax_.Exceeds(logits, softmax_.ScalesLate(), kSlack<Element>, factors);
     float shrinks[2];
@@ -202,7 +201,7 @@ class PrefillConsumer {
     gpu::WaitProducts<0>(sums_);
     gpu::KeepRegisters(weights);
     FreeValues(stage);
-    if (ends_leaf) EndLeaf(tile, ended);
+    if (ends_leaf) EndLeaf(tile);
     if (follows && !ends_leaf) Softmax::RescaleAll(shrinks, sums_);
     Pack(logits, weights);
   }
@@ -250,9 +249,8 @@ class PrefillConsumer {
     PassTurn();
     gpu::WaitProducts<1>(logits);
     shared_.keys_barriers.FreeTogether(stage);
-    [[maybe_unused]] RowState ended[2];
     if constexpr (kEndsLeaf) {
-      softmax_.CopyStates(ended);
+      KeepStates();
       softmax_.BeginLeaf(logits);
     }
     float factors[2];
@@ -280,11 +278,14 @@ class PrefillConsumer {
       softmax_.template WeighLeaf<kTile / 16, kTile / 8>(factors, logits);
       Pack(logits, weights);
     }
-    if constexpr (kEndsLeaf) {
-#pragma unroll
-      for (RowState& row : ended) row = Softmax::LeafState(row);
-      AddToTotal(0, IsFirstLeaf(tile - 1), ended);
-    }
+    if constexpr (kEndsLeaf) EndLeaf(tile);
+  }
+
+  // Keeps the states of a leaf, for which there are no registers, until its sums are there.
+  __device__ __forceinline__ void KeepStates() const {
+    RowState ended[2];
+    softmax_.CopyStates(ended);
+    StoreStates(Total(0) + kSlotStep, ended);
   }
 
   // Weights of a tile in which references change. Returns what the sums so far are multiplied by.
@@ -315,7 +316,7 @@ class PrefillConsumer {
 
   static __device__ __forceinline__ int Lane() { return threadIdx.x % gpu::kWarpSize; }
   static __device__ __forceinline__ int Warp() {
-    return static_cast<int>(threadIdx.x) % kThreads / gpu::kWarpSize;
+    return threadIdx.x % static_cast<unsigned>(kThreads) / gpu::kWarpSize;
   }
 
   // Consumers start products in turn, one turn for each KV tile of an item.
@@ -384,7 +385,8 @@ class PrefillConsumer {
     const int first = left ? 0 : max(0, min(common_.end - from, kTile)) / 16 * 16;
     const int last = min((min(item_.end - from, kTile) + 15) / 16 * 16, kTile);
     NonFinite<Element> non_finite;
-    const int thread = static_cast<int>(threadIdx.x) % kThreads;
+    // Opaque: few turns need it, so no register is kept for it.
+    const int thread = gpu::Opaque(threadIdx.x) % static_cast<unsigned>(kThreads);
 #pragma unroll 1
     for (int row = first; row < last; row += 16) {
 #pragma unroll
@@ -404,7 +406,7 @@ class PrefillConsumer {
     };
     softmax_.template AddNonFinite<kTile>(tile * kTile, sums_, value,
                                           [](Element v, int) { return gpu::ToFloat(v); });
-    const Item& others = (&work_ - consumer_)[1 - consumer_].rows;
+    const Item& others = (&work_)[gpu::Opaque(1 - 2 * consumer_)].rows;
     const bool are_both = others.begin < min(others.end, (tile + 1) * kTile) &&
                           tile * kTile < others.end && others.begin / kTile <= tile;
     const int barrier = are_both ? kConsumersBarrier : kThreadsBarrier + consumer_;
@@ -524,8 +526,9 @@ class PrefillConsumer {
     return tile * kTile / kGroup <= FirstTile() * kTile / kGroup;
   }
 
-  // What the lane's rows have in memory: `which` is that of Scratch::Slot. First their states, then
-  // four sums for each group of columns. Others have theirs between them.
+  // What the lane's rows have in memory: `which` is that of Scratch::Slot. First their states, and
+  // those of a leaf (KeepStates), then four sums for each group of columns. Others have theirs
+  // between them.
   static constexpr int kSlotStep = kConsumers * kThreads * 4;
   __device__ __forceinline__ float* Total(int which) const {
     return scratch_.Slot(gpu::Opaque(blockIdx.x), which) + (threadIdx.x - kThreads) * 4;
@@ -539,6 +542,10 @@ class PrefillConsumer {
   static __device__ __forceinline__ States LoadStates(const float* total) {
     const float4 loaded = __ldcg(reinterpret_cast<const float4*>(total));
     return {{{loaded.x, loaded.y}, {loaded.z, loaded.w}}};
+  }
+  static __device__ __forceinline__ void StoreStates(float* total, const RowState (&states)[2]) {
+    __stcg(reinterpret_cast<float4*>(total),
+           make_float4(states[0].max, states[0].sum, states[1].max, states[1].sum));
   }
 
   // Adds the states of a part to those of a total. Returns the factors of the part's sums, which
@@ -554,7 +561,7 @@ class PrefillConsumer {
       if (gpu::AnyInWarp(folds[0].Rescales() || folds[1].Rescales())) {
 #pragma unroll 1
         for (int n = 0; n * 8 < Columns(); ++n) {
-          auto* const to = reinterpret_cast<float4*>(total + (n + 1) * kSlotStep);
+          auto* const to = reinterpret_cast<float4*>(total + (n + 2) * kSlotStep);
           float4 sums = __ldcg(to);
           sums.x = gpu::MultiplyFlushed(sums.x, folds[0].before);
           sums.y = gpu::MultiplyFlushed(sums.y, folds[0].before);
@@ -566,9 +573,7 @@ class PrefillConsumer {
       factors[0] = folds[0].factor;
       factors[1] = folds[1].factor;
     }
-    __stcg(reinterpret_cast<float4*>(total),
-           make_float4(states.of_row[0].max, states.of_row[0].sum, states.of_row[1].max,
-                       states.of_row[1].sum));
+    StoreStates(total, states.of_row);
   }
 
   // Adds the sums to those of a total. They become zeros.
@@ -580,7 +585,7 @@ class PrefillConsumer {
       for (int n = 0; n < kHeadSize / 8; ++n) {
         const float(&sums)[4] = sums_[n];
         if (n * 8 < columns) {
-          __stcg(reinterpret_cast<float4*>(total + (n + 1) * kSlotStep),
+          __stcg(reinterpret_cast<float4*>(total + (n + 2) * kSlotStep),
                  make_float4(sums[0], sums[1], sums[2], sums[3]));
         }
       }
@@ -592,7 +597,7 @@ class PrefillConsumer {
         for (int e = 0; e < 4; ++e) {
           summands[e] = gpu::MultiplyFlushed(sums_[n][e], factors[e / 2]);
         }
-        if (n * 8 < columns) gpu::AddInMemory(total + (n + 1) * kSlotStep, summands);
+        if (n * 8 < columns) gpu::AddInMemory(total + (n + 2) * kSlotStep, summands);
       }
     }
 #pragma unroll
@@ -613,7 +618,7 @@ class PrefillConsumer {
 #pragma unroll
     for (int n = 0; n < kHeadSize / 8; ++n) {
       if (n * 8 >= columns) break;
-      const float4 loaded = __ldcg(reinterpret_cast<const float4*>(total + (n + 1) * kSlotStep));
+      const float4 loaded = __ldcg(reinterpret_cast<const float4*>(total + (n + 2) * kSlotStep));
       const float before[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
 #pragma unroll
       for (int e = 0; e < 4; ++e) sums_[n][e] = folds[e / 2].Add(before[e], sums_[n][e]);
@@ -627,7 +632,9 @@ class PrefillConsumer {
   }
 
   // Ends the leaf before that of a tile, and the group.
-  __device__ __forceinline__ void EndLeaf(int32_t tile, RowState (&ended)[2]) {
+  __device__ __forceinline__ void EndLeaf(int32_t tile) {
+    const States kept = LoadStates(Total(0) + kSlotStep);
+    RowState ended[2] = {Softmax::LeafState(kept.of_row[0]), Softmax::LeafState(kept.of_row[1])};
     const bool ends_group = tile * kTile % kGroup == 0, is_first = IsFirstLeaf(tile - 1);
     if (ends_group && !is_first) AddTotal(0, ended);
     AddToTotal(ends_group, ends_group ? IsFirstGroup(tile - 1) : is_first, ended);

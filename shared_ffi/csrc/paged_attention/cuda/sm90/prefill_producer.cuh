@@ -189,12 +189,12 @@ class PrefillProducer {
     // tile's has been used: a wait for one load in a register is a wait for the next one, too.
     int32_t position = PositionIn(first);
     int32_t number = 0;
-    if (threadIdx.x == 0) {
+    if (gpu::Opaque(threadIdx.x) == 0) {
       // The first items are dealt: a block waits for no atomic before its first copy.
       number = next == 0 ? blockIdx.x : gridDim.x + atomicAdd(scratch_.counter, 1);
     }
     int32_t block = IsIn(item, position) ? BlockOf(p_, item, position) : 0;
-    if (threadIdx.x == 0) shared_.number = number;
+    if (gpu::Opaque(threadIdx.x) == 0) shared_.number = number;
     int32_t tile = first, until = kIs8Bit<C> ? INT32_MAX : first + Shared::kStages;
 #pragma unroll 1
     for (;;) {
@@ -268,7 +268,7 @@ class PrefillProducer {
       query_tile = -1;
     }
     is_bad = gpu::AnyInThreads(kScheduleBarrier, kThreads, is_bad);
-    if (threadIdx.x == 0) Report(p_, scratch_, item, is_bad);
+    if (gpu::Opaque(threadIdx.x) == 0) Report(p_, scratch_, item, is_bad);
     return ItemOf(gpu::Opaque(next)).num_rows != -1;
   }
 
@@ -295,35 +295,27 @@ class PrefillProducer {
               &shared_.values_barriers.filled[stage_.index]);
   }
 
-  // One lane of a warp copies the boxes that begin among the warp's positions, and arrives for the
-  // other lanes.
+  // One lane of a warp copies the boxes of the warp's positions, and arrives for the other lanes.
   __device__ __forceinline__ void CopyBoxes(const CUtensorMap& map, const BoxOfLane& box,
                                             int32_t kv_head, Element* tile, gpu::Barrier* filled) {
-    constexpr int kBoxes = (kPositions + kBoxPositions - 1) / kBoxPositions;
-    constexpr uint32_t kBytes = kBoxPositions * kHeadSize * sizeof(Element);
-    // Where a warp's positions are no multiple of a box's, the first of a box may be any of them.
-    constexpr bool kIsEven = kPositions % kBoxPositions == 0;
-    const auto first_of = [](int warp) {
-      return (warp * kPositions + kBoxPositions - 1) / kBoxPositions;
-    };
-    const int first = kIsEven ? warp_ * kBoxes : first_of(warp_);
-    const int count = kIsEven ? kBoxes : first_of(warp_ + 1) - first;
-    const int first_lane = kIsEven ? 0 : first * kBoxPositions - warp_ * kPositions;
+    constexpr int kBoxes = kPositions / kBoxPositions;
+    static_assert(kPositions % kBoxPositions == 0, "a warp has whole boxes");
+    constexpr uint32_t kBytes = kPositions * kHeadSize * sizeof(Element);
     // All lanes have the same numbers. ptxas must know that, or it goes through the lanes.
     const uint32_t head = gpu::Uniform(kv_head), barrier = gpu::Uniform(gpu::SharedAddress(filled));
     const uint32_t to =
-        gpu::Uniform(gpu::SharedAddress(tile + first * kBoxPositions * CacheRows::kBlockColumns));
+        gpu::Uniform(gpu::SharedAddress(tile + warp_ * kPositions * CacheRows::kBlockColumns));
     const bool is_elected = gpu::IsElected();
     if (is_elected) {
-      gpu::ArriveExpecting(filled, count * kBytes);
+      gpu::ArriveExpecting(filled, kBytes);
       gpu::Arrive(filled, gpu::kWarpSize - 1);
     }
 #pragma unroll
     for (int i = 0; i < kBoxes; ++i) {
-      const int lane = first_lane + i * kBoxPositions;
+      const int lane = i * kBoxPositions;
       const int32_t in_block = gpu::Shuffle(box.in_block, lane);
       const int32_t block = gpu::Shuffle(box.block, lane);
-      if (!is_elected || i >= count) continue;
+      if (!is_elected) continue;
 #pragma unroll
       for (int column = 0; column < kHeadSize; column += kBoxColumns) {
         const int elements = column / kBoxColumns * CacheRows::kBlockElements +
