@@ -28,13 +28,18 @@ LARGE_SHARED_BYTES = 227 * 1024  # on sm_90
 LARGE_MULTIPROCESSOR = 228  # KiB: the second number of a decode kernel's template
 GRADIENTS = ("TensorCoreKeyGradients", "TensorCoreQueryGradients")
 L2_HIT = 300  # cycles of a load
-# Bytes that PrefillAttention may store and load, by the cache and the head size. All lie outside
-# the turns of a long query's plain tiles.
+# Bytes that a kernel may store and load, by the cache and the head size. Those of PrefillAttention
+# lie outside the turns of a long query's plain tiles.
 SPILLS = {
-    ("bfloat16", 256): 80,  # of calls with any features: where rows begin, and a tree mask's bits
-    ("float8_e4m3fn", 128): 72,  # predicates: of a bias, and of the producer between two items
-    ("float8_e5m2", 128): 72,
-    ("int8", 128): 72,
+    ("PrefillAttention", "bfloat16", 64): 8,  # of the producer, between two items
+    # Of calls with any features: where rows begin, and a tree mask's bits.
+    ("PrefillAttention", "bfloat16", 256): 80,
+    # Predicates: of a bias, and of the producer between two items.
+    ("PrefillAttention", "float8_e4m3fn", 128): 72,
+    ("PrefillAttention", "float8_e5m2", 128): 72,
+    ("PrefillAttention", "int8", 128): 72,
+    # Since leaves are added up: to be had away. Scales by position are in its turns.
+    ("TensorCorePrefill", "int8", 128): 256,
 }
 WIDE_SHARED_BYTES = 163 * 1024  # on sm_80, the smallest that the kernel for wide heads runs on
 
@@ -130,9 +135,9 @@ def test_no_kernel_spills_registers(kernels: list[dict[str, Any]]) -> None:
     """And no local array lies in memory, but for SPILLS."""
 
     def allowed(entry: dict[str, Any]) -> int:
-        if entry["kernel"] != "PrefillAttention":
-            return 0
-        return SPILLS.get((entry["cache"], entry["size"]), 0)
+        if entry["kernel"] == "CudaCoreAttention":  # the totals of four rows
+            return 0 if entry["spill_bytes"] else 96
+        return SPILLS.get((entry["kernel"], entry["cache"], entry["size"]), 0)
 
     spilled = [entry for entry in kernels if entry["spill_bytes"] or entry["stack_bytes"]]
     assert [entry for entry in spilled if entry["spill_bytes"] > allowed(entry)] == []
@@ -442,9 +447,11 @@ def test_a_plain_turn_is_short(folder: Path, by: str, is_plain: bool) -> None:
     plain = Turn(code, cycles.turns_of(code, without="$^" if fences else "MEMBAR")[0])
     assert len(plain.way) <= 410
     assert plain.count("HGMMA") == 16
-    assert [plain.count(name) for name in ("MEMBAR", "FENCE", "R2UR")] == [fences, fences, 0]
+    assert [plain.count(name) for name in ("MEMBAR", "FENCE")] == [fences, fences]
+    assert plain.count("R2UR") <= 17  # where K and V begin is computed anew: no register keeps it
     assert plain.count("PHASECHK") == 2 - fences
-    assert plain.count(r"\b(LDG|LDC|LDL|STL)\b|LDS R\d") == 0
+    assert plain.count(r"\b(LDG|LDL|STL)\b|LDS R\d") == 0
+    assert plain.count(r"\bLDC\b") <= 1
     assert (max(plain.way) - min(plain.way)) * 16 <= 8 * 1024  # it is one stretch of code
 
 
@@ -480,7 +487,7 @@ def test_a_warp_copies_boxes_with_few_instructions(folder: Path) -> None:
     [
         ("BFloat16", cycles.THREADS, (2200, 2400)),
         ("BFloat16", cycles.BOXES, (2150, 2350)),
-        ("Float8E4M3", cycles.THREADS, (2400, 2600)),
+        ("Float8E4M3", cycles.THREADS, (2420, 2600)),
     ],
     ids=["threads", "boxes", "float8"],
 )

@@ -61,11 +61,6 @@ class Softmax {
     states[1] = states_[1];
   }
 
-  __device__ void SetStates(const RowState (&states)[2]) {
-    states_[0] = states[0];
-    states_[1] = states[1];
-  }
-
   // Multiplies the scale of row r. Called before any logits are computed.
   __device__ void MultiplyScale(int r, float factor) { scales_[r] *= factor; }
 
