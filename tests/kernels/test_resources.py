@@ -452,7 +452,8 @@ def test_a_plain_turn_is_short(folder: Path, by: str, is_plain: bool) -> None:
     assert plain.count("PHASECHK") == 2 - fences
     assert plain.count(r"\b(LDG|LDL|STL)\b|LDS R\d") == 0
     assert plain.count(r"\bLDC\b") <= 1
-    assert (max(plain.way) - min(plain.way)) * 16 <= 8 * 1024  # it is one stretch of code
+    # ptxas puts the ways of seldom turns in between.
+    assert (max(plain.way) - min(plain.way)) * 16 <= 24 * 1024
 
 
 def test_a_consumer_divides_no_integer_between_items(folder: Path) -> None:
