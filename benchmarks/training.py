@@ -119,7 +119,7 @@ def _in_jax(attend: Callable[..., Any], tensors: list[Any], *, backward: bool) -
 
 def ours(batch: Batch, *, backward: bool, repeats_prompt: bool = False) -> Call:
     """``varlen_attention`` in eager PyTorch."""
-    metadata = batch.metadata(repeats_prompt=repeats_prompt)
+    metadata: dict[str, Any] = batch.metadata(repeats_prompt=repeats_prompt)
     attend = partial(torch_frontend.varlen_attention, **metadata, scale=SCALE)
     tensors = batch.tensors(repeats_prompt=repeats_prompt)
     return _in_torch(attend, tensors, backward=backward)
@@ -136,9 +136,9 @@ def sdpa(batch: Batch, *, backward: bool, dtype: torch.dtype | None = None) -> C
     """PyTorch's own attention, with the batch as a dimension. Answers repeat their prompt."""
 
     def attend(*inputs: torch.Tensor) -> torch.Tensor:
-        heads = (x.unflatten(0, (batch.count, -1)).transpose(1, 2) for x in inputs)
+        query, key, value = (x.unflatten(0, (batch.count, -1)).transpose(1, 2) for x in inputs)
         found = torch.nn.functional.scaled_dot_product_attention(
-            *heads, is_causal=True, scale=SCALE, enable_gqa=True
+            query, key, value, is_causal=True, scale=SCALE, enable_gqa=True
         )
         return found.transpose(1, 2).flatten(0, 1)
 
