@@ -47,7 +47,7 @@ class JaxRunner(ModelRunner):
 
     def step(self, batch: Batch) -> np.ndarray:
         """As in ModelRunner."""
-        logits, self.caches = self._forward(self.params, self.caches, batch)
+        logits, self.caches = self._forward(self.params, self.caches, self._placed(batch))
         return np.asarray(logits)
 
     def weights(self) -> list[tuple[Any, int]]:
@@ -62,8 +62,12 @@ class JaxRunner(ModelRunner):
         """As in ModelRunner."""
         return self._forward.lower(self.params, self.caches, batch).as_text("hlo")
 
+    def _placed(self, batch: Batch) -> Batch:
+        """The batch as the program takes it."""
+        return batch
 
-class JaxMeshRunner(ModelRunner):
+
+class JaxMeshRunner(JaxRunner):
     """jax.jit over a mesh of ``[DATA, HEADS]`` devices, those of other processes included.
 
     Each row of HEADS devices shares one copy of the model, and each column holds the same kv heads.
@@ -121,19 +125,6 @@ class JaxMeshRunner(ModelRunner):
             # Every process chooses all tokens, so that none has to tell the others.
             out_shardings=(NamedSharding(self._mesh, P()), [cache_sharding] * len(self.caches)),
         )
-
-    def step(self, batch: Batch) -> np.ndarray:
-        """As in ModelRunner."""
-        logits, self.caches = self._forward(self.params, self.caches, self._placed(batch))
-        return np.asarray(logits)
-
-    def weights(self) -> list[tuple[Any, int]]:
-        """As in ModelRunner."""
-        return [(weight, 0) for weight in self.params.values()]
-
-    def compiles(self) -> int:
-        """As in ModelRunner."""
-        return int(self._forward._cache_size())  # type: ignore[attr-defined]
 
     def hlo(self, batch: Batch) -> str:
         """HLO text of one device's program."""

@@ -26,7 +26,7 @@ class ModelRunner(ABC):
 
         Returns:
             The logits of each sequence's last token, ``[max_seqs, vocab_size]`` float32, with
-            several replicas ``[replicas, max_seqs, vocab_size]``. Those of padding mean nothing.
+            several replicas ``[replicas, max_seqs, vocab_size]``. Rows of padding mean nothing.
         """
 
     @abstractmethod
