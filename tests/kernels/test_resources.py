@@ -28,17 +28,17 @@ LARGE_SHARED_BYTES = 227 * 1024  # on sm_90
 LARGE_MULTIPROCESSOR = 228  # KiB: the second number of a decode kernel's template
 GRADIENTS = ("TensorCoreKeyGradients", "TensorCoreQueryGradients")
 L2_HIT = 300  # cycles of a load
-# Bytes that a kernel may store and load, by the cache and the head size. Those of PrefillAttention
+# Bytes that a kernel may store and load, by the cache and the head size. PrefillAttention's
 # lie outside the turns of a long query's plain tiles.
 SPILLS = {
     ("PrefillAttention", "bfloat16", 64): 8,  # of the producer, between two items
-    # Of calls with any features: where rows begin, and a tree mask's bits.
+    # Calls with any features: where rows begin, and a tree mask's bits.
     ("PrefillAttention", "bfloat16", 256): 80,
     # Predicates: of a bias, and of the producer between two items.
     ("PrefillAttention", "float8_e4m3fn", 128): 72,
     ("PrefillAttention", "float8_e5m2", 128): 72,
     ("PrefillAttention", "int8", 128): 72,
-    # Since leaves are added up: to be had away. Scales by position are in its turns.
+    # It spills since leaves are added up, and should not.
     ("TensorCorePrefill", "int8", 128): 256,
 }
 WIDE_SHARED_BYTES = 163 * 1024  # on sm_80, the smallest that the kernel for wide heads runs on

@@ -319,7 +319,7 @@ class Differentiation {
     }
   }
 
-  // Of `count` tokens from `first` on.
+  // Writes the gradients of K and V of `count` tokens from `first` on.
   void WriteKeys(int64_t first, int64_t count) {
     for (int64_t j = 0; j < count; ++j) {
       const int64_t row = (first + j) * p_.num_kv_heads + item_.kv_head;

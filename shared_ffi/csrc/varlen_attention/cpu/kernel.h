@@ -22,8 +22,8 @@ struct Sequences {
 };
 
 // A work item: the gradients that some query tokens, and the K and V of some tokens, have from each
-// other, for a kv head and its query heads. Those are tokens of one sequence, or of all that
-// continue each other; a sequence attends to itself, and to those that it continues.
+// other, for a kv head and its query heads. The tokens are of one sequence, or of all sequences
+// that continue each other. A sequence attends to itself, and to what it continues.
 struct WorkItem {
   Sequences queries;  // whose query tokens they are
   Sequences keys;     // whose K and V they are

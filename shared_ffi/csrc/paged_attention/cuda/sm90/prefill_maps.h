@@ -21,7 +21,7 @@ struct PrefillMaps {
   bool exist = false;
 };
 
-// Those of a cache of 16 bits. None where the driver has none for these strides, or knows none.
+// The maps of a cache of 16 bits. None where the driver has none for these strides, or knows none.
 inline PrefillMaps MakePrefillMaps(const Params& p) {
   static const auto encode = []() -> decltype(&cuTensorMapEncodeTiled) {
     void* function = nullptr;
