@@ -342,17 +342,19 @@ def scratch_bytes(
     # Each thread block has a slot, if there is a second leaf.
     has_slots = smaller(1, longest // (sizes.leaf + 1))
     longest = smaller(longest, sizes.max_length)
-    leaves = smaller(sizes.split_limit, -(-longest // sizes.leaf) + 1)
-    groups = smaller(sizes.max_group_splits, -(-longest // sizes.group) + 1)
-    max_splits = _larger(leaves, groups, smaller)
+    groups = -(-longest // sizes.group) + 1
+    max_splits = _larger(
+        smaller(sizes.split_limit, -(-longest // sizes.leaf) + 1),
+        smaller(sizes.max_group_splits, groups),
+        smaller,
+    )
     partials_of_sequence = smaller(
         sizes.tile_tokens * _larger(sizes.split_limit, max_splits, smaller),
         sizes.max_split_tokens * max_splits,
     )
     num_partials = smaller(num_tokens * max_splits, max_seqs * partials_of_sequence)
-    # Those of the decode kernel, by leaves or by groups.
+    # The decode kernel's partial results are of leaves, or of groups.
     tokens = smaller(num_tokens, max_seqs * sizes.decode_tokens)
-    groups = -(-longest // sizes.group) + 1
     leaves = smaller(-(-longest // (2 * sizes.leaf)) + 3, longest // (sizes.leaf + 1) * 4)
     slots = _larger(tokens * smaller(groups, sizes.most_group_slots), sizes.enough_slots, smaller)
     num_partials = _larger(num_partials, smaller(tokens * leaves, slots), smaller)

@@ -1,5 +1,5 @@
-// In which order the positions of a row are added up. It is the same in every kernel, however the
-// work is divided: a row has the same bits decoded, prefilled, or in chunks.
+// The order in which the positions of a row are added up. It is the same in every kernel, however
+// the work is divided: a row has the same bits decoded, prefilled, or in chunks.
 //
 // Positions are counted from the first one of the sequence. They are cut into leaves. What a row
 // finds in a leaf is one chain of products, from zero. Leaves are added from the left within

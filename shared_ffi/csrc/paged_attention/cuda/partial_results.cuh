@@ -51,7 +51,39 @@ struct PartOfRow {
 
   RowState state = {-kInfinity, 0};
   Columns<kColumnsAtOnce> values[kGroups] = {};
+
+  __device__ __forceinline__ void AddValues(const Fold& fold,
+                                            const Columns<kColumnsAtOnce> (&part)[kGroups]) {
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+#pragma unroll
+      for (int k = 0; k < kColumnsAtOnce; ++k) {
+        float& value = values[g].column[k];
+        value = fold.Add(value, part[g].column[k]);
+      }
+    }
+  }
 };
+
+// How the part of each lane is added to the total of those of the lanes before it. `reference`: of
+// the total before the first of them; becomes that behind the last. It rarely follows a part, so no
+// lane waits for the one before.
+__device__ __forceinline__ Fold FoldOfLane(int lane, float part_max, float* reference) {
+  float own_reference = *reference, before = 1;
+  uint32_t lanes_left = gpu::kAllLanes;
+#pragma unroll 1
+  while (true) {
+    const uint32_t following = gpu::LanesWith(part_max > *reference + kFoldSlack) & lanes_left;
+    if (following == 0) break;
+    const int next = gpu::FirstOf(following);
+    const float followed = gpu::Shuffle(part_max, next);
+    if (lane == next) before = gpu::Exp2(*reference - followed);
+    if (lane >= next) own_reference = followed;
+    *reference = followed;
+    lanes_left = gpu::kAllLanes - 1 << next;
+  }
+  return {before, gpu::Exp2(part_max - own_reference)};
+}
 
 // The columns of rows of an array that a lane has, as a PartOfRow.
 struct LaneColumns {
@@ -155,7 +187,7 @@ class RowOfSplits {
         total = group;
       } else {
         const Fold fold(&total.state, group.state);
-        FoldValues(fold, group, &total);
+        total.AddValues(fold, group.values);
       }
       split += count;
     }
@@ -185,21 +217,8 @@ class RowOfSplits {
     };
     read(parts[0]);
 
-    // The total's reference before each part: it follows the few that exceed it.
-    float before = total->state.max, last = before;
-    if (is_first) before = last = gpu::Shuffle(part.max, 0);
-    uint32_t later = gpu::kAllLanes;
-    while (true) {
-      const uint32_t exceeding = gpu::LanesWith(part.max > last + kFoldSlack) & later;
-      if (exceeding == 0) break;
-      const int first = gpu::FirstOf(exceeding);
-      last = gpu::Shuffle(part.max, first);
-      later = gpu::kAllLanes << first << 1;
-      if ((later >> lane_ & 1) != 0) before = last;
-    }
-    RowState ignored{before, 0};
-    factors_.parts[lane_] = {Fold(&ignored, part), part.sum};
-    total->state.max = last;
+    if (is_first) total->state.max = gpu::Shuffle(part.max, 0);
+    factors_.parts[lane_] = {FoldOfLane(lane_, part.max, &total->state.max), part.sum};
     __syncwarp();
 
     const auto fold = [&](int32_t j, const Row(&from_parts)[kAtOnce]) {
@@ -209,10 +228,11 @@ class RowOfSplits {
         const FoldFactors::OfPart of_part = factors_.parts[j + i];
         if (is_first && j + i == 0) {
           total->state.sum = of_part.sum;
-          CopyValues(from_parts[0], total);
+#pragma unroll
+          for (int g = 0; g < Row::kGroups; ++g) total->values[g] = from_parts[0].values[g];
         } else {
           total->state.sum = of_part.fold.Add(total->state.sum, of_part.sum);
-          FoldValues(of_part.fold, from_parts[i], total);
+          total->AddValues(of_part.fold, from_parts[i].values);
         }
       }
     };
@@ -225,21 +245,6 @@ class RowOfSplits {
       fold(j + kAtOnce, parts[1]);
     }
     __syncwarp();
-  }
-
-  static __device__ __forceinline__ void CopyValues(const Row& part, Row* total) {
-#pragma unroll
-    for (int g = 0; g < Row::kGroups; ++g) total->values[g] = part.values[g];
-  }
-  static __device__ __forceinline__ void FoldValues(const Fold& fold, const Row& part, Row* total) {
-#pragma unroll
-    for (int g = 0; g < Row::kGroups; ++g) {
-#pragma unroll
-      for (int k = 0; k < kColumnsAtOnce; ++k) {
-        float& value = total->values[g].column[k];
-        value = fold.Add(value, part.values[g].column[k]);
-      }
-    }
   }
 
   const LaneColumns& columns_;

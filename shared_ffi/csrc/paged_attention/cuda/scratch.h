@@ -149,7 +149,7 @@ inline int64_t MakeScratch(const Params& p, void* memory, Scratch* scratch) {
   const int64_t longest = LongestSpan(p);
   // One more than the leaves, or groups, of so many positions: they may begin anywhere.
   scratch->max_splits = Larger(Smaller(sizes.split_limit, CeilDiv(longest, sizes.leaf) + 1),
-                               Smaller(sizes.max_group_splits, CeilDiv(longest, sizes.group) + 1));
+                               Smaller(sizes.max_group_splits, MostGroups(longest)));
   scratch->partials_of_sequence = PartialsOfSequence(sizes, scratch->max_splits);
   scratch->num_partials =
       Smaller(p.num_tokens * scratch->max_splits, p.max_seqs * scratch->partials_of_sequence);

@@ -72,10 +72,7 @@ class Softmax {
     return ranges_[r].Contains(position) && !RowHoles(p_, item_, row_ + 8 * r).Contain(position);
   }
 
-  // The row's largest logit and sum so far, the sum over all lanes that hold positions of the row.
-  __device__ RowState State(int r) const { return Finished(LeafState(r)); }
-
-  // Adds up the sums of all lanes that hold positions of a row.
+  // As LeafState, in place: with that one, ptxas spills a register of the portable kernel for 9.0.
   static __device__ __forceinline__ void AddLanes(RowState (&states)[2]) {
 #pragma unroll
     for (RowState& state : states) {

@@ -180,12 +180,7 @@ class DecodeConsumer {
 
   __device__ __forceinline__ Sums SumsOf(const Softmax& softmax, const Products& leaf) const {
     Sums sums;
-    softmax.CopyStates(sums.states);
-#pragma unroll
-    for (RowState& state : sums.states) {
-      state.sum += gpu::ShuffleXor(state.sum, 1);
-      state.sum += gpu::ShuffleXor(state.sum, 2);
-    }
+    for (int r = 0; r < 2; ++r) sums.states[r] = softmax.LeafState(r);
 #pragma unroll
     for (int n = 0; n < kOwnColumns / 8; ++n) {
 #pragma unroll
@@ -531,22 +526,11 @@ class DecodeConsumer {
         } else if (from == split.sequence_begin) {
           total = group;
         } else {
-          AddTo(&total, Fold(&total.state, group.state), group.values);
+          const Fold fold(&total.state, group.state);
+          total.AddValues(fold, group.values);
         }
       }
       if (parts != kAsParts) WriteRow(work, row, total);
-    }
-  }
-
-  static __device__ __forceinline__ void AddTo(
-      Row* row, const Fold& fold, const Columns<kColumnsAtOnce> (&part)[Row::kGroups]) {
-#pragma unroll
-    for (int g = 0; g < Row::kGroups; ++g) {
-#pragma unroll
-      for (int k = 0; k < kColumnsAtOnce; ++k) {
-        float& value = row->values[g].column[k];
-        value = fold.Add(value, part[g].column[k]);
-      }
     }
   }
 
@@ -587,24 +571,9 @@ class DecodeConsumer {
       }
       const bool has_moved = loaded.y == kMoved;
       const uint32_t there = gpu::LanesWith(!has_moved);
-      // The reference rarely follows: no lane waits for the one before.
-      float reference = row->state.max, own_reference = reference, before = 1;
-      uint32_t lanes_left = gpu::kAllLanes;
-#pragma unroll 1
-      while (true) {
-        const uint32_t following = gpu::LanesWith(loaded.x > reference + kFoldSlack) & lanes_left;
-        if (following == 0) break;
-        const int next = gpu::FirstOf(following);
-        const float followed = gpu::Shuffle(loaded.x, next);
-        if (lane_ == next) before = gpu::Exp2(reference - followed);
-        if (lane_ >= next) own_reference = followed;
-        reference = followed;
-        lanes_left = gpu::kAllLanes - 1 << next;
-      }
+      const Fold own = FoldOfLane(lane_, loaded.x, &row->state.max);
       // What has moved, or is not there, changes nothing.
-      factors[lane_] = {before, has_moved ? 0.0f : gpu::Exp2(loaded.x - own_reference),
-                        has_moved ? 0.0f : loaded.y, 0};
-      row->state.max = reference;
+      factors[lane_] = {own.before, has_moved ? 0.0f : own.factor, has_moved ? 0.0f : loaded.y, 0};
       __syncwarp();
 #pragma unroll
       for (int n = 0; n < kPartsAtOnce; ++n) {
@@ -618,7 +587,7 @@ class DecodeConsumer {
         for (auto& columns_of_part : part) {
           for (float& x : columns_of_part.column) x = is_there ? x : 0;
         }
-        AddTo(row, fold, part);
+        row->AddValues(fold, part);
         if (n + kPartsOnTheirWay < kPartsAtOnce) load(n + kPartsOnTheirWay);
       }
       __syncwarp();
@@ -637,7 +606,7 @@ class DecodeConsumer {
                               p_.OutputOffset(work.split.first_token + of_row.token, of_row.head));
   }
 
-  // Of a row that is merged. IsAligned holds for every call of this kernel.
+  // The lane's columns of a row that is merged. IsAligned holds for every call of this kernel.
   __device__ __forceinline__ LaneColumns OwnColumns() const {
     const int first = gpu::Opaque(lane_) * kColumnsAtOnce;  // no register of the turns has it
     return {first, static_cast<int>(p_.value_head_size), /*are_chunks=*/true};
