@@ -65,16 +65,14 @@ def count(emulated: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
     return count
 
 
-@pytest.mark.parametrize(("q_len", "most"), [(32, 7600), (16, 6800)], ids=["128-rows", "64-rows"])
-def test_an_item_takes_few_instructions_outside_its_tiles(
-    q_len: int, most: int, count: Any
-) -> None:
-    """Its warps together execute as many as for two tiles, the mutants' code included. The last tile
-    has masks."""
+@pytest.mark.parametrize("q_len", [32, 16], ids=["128-rows", "64-rows"])
+def test_an_item_takes_few_instructions_outside_its_tiles(q_len: int, count: Any) -> None:
+    """Its warps together execute as many as for two tiles, the mutants' code included. The first
+    tile of a leaf finds a reference, and the last tile of the item has masks."""
     one = count((q_len, 128))["total"]
     tile = count((q_len, 256))["total"] - count((q_len, 192))["total"]
     assert tile > 1000
-    assert count((q_len, 128), (q_len, 128))["total"] - one - 2 * tile <= most
+    assert count((q_len, 128), (q_len, 128))["total"] - one - 2 * tile <= 8500
 
 
 def test_a_decode_item_takes_few_instructions(count: Any) -> None:
@@ -82,7 +80,7 @@ def test_a_decode_item_takes_few_instructions(count: Any) -> None:
     call, and of merging."""
     splits, kv_heads = 32, 8
     total = count((1, splits * 256), kv_heads=kv_heads, name="DecodeAttention")["total"]
-    assert total <= 10000 * splits * kv_heads
+    assert total <= 11200 * splits * kv_heads
 
 
 def test_a_plain_turn_reads_k_and_v_once_for_two_groups_of_rows(count: Any) -> None:

@@ -283,7 +283,10 @@ def test_faulty_tables_are_named(step: Path, tmp_path: Path) -> None:
         except RuntimeError:
             print(last_error().decode())
     """
-    message = "paged_attention: block_tables[1, 0] must be from 0 to num_blocks - 1=11; got 99"
+    message = (
+        "paged_attention: block_tables[1, 0] must be from 0 to num_blocks - 1=11; got 99."
+        " The sequence needs a block there, or a shorter length"
+    )
     outcome = run_alone(script, step, tmp_path / "call.pt", LIBRARY)
     assert outcome.stdout == f"{message}\n", outcome.stderr
     assert f"Error: {message}" in outcome.stderr

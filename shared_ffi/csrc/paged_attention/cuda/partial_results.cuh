@@ -139,6 +139,7 @@ struct FoldFactors {
   struct alignas(16) OfPart {
     Fold fold;
     float sum;
+    float padding;  // written, too: one store of 16 bytes has no bank conflicts
   };
   OfPart parts[gpu::kWarpSize];
 };
@@ -218,7 +219,7 @@ class RowOfSplits {
     read(parts[0]);
 
     if (is_first) total->state.max = gpu::Shuffle(part.max, 0);
-    factors_.parts[lane_] = {FoldOfLane(lane_, part.max, &total->state.max), part.sum};
+    factors_.parts[lane_] = {FoldOfLane(lane_, part.max, &total->state.max), part.sum, 0};
     __syncwarp();
 
     const auto fold = [&](int32_t j, const Row(&from_parts)[kAtOnce]) {
