@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import ml_dtypes
@@ -11,7 +12,7 @@ import pytest
 from harness.compare import assert_close_on_cuda, assert_same_bits
 from tests.cases.case import Case, Inputs
 from tests.support import gpu as gpus
-from tests.support import one_order
+from tests.support import one_order, selection, varlen_gpu
 from tests.support.gpu import Gpu
 from tests.support.one_order import F, Part, Rows, attend, expected_of, fold, leaf_at, rows_of_case
 
@@ -86,7 +87,13 @@ def test_errors_are_those_of_rounded_weights(deviation: float) -> None:
     assert error < 2.5e-3
 
 
-LONG = {"num_heads": 4, "num_kv_heads": 2, "head_size": 64, "block_size": 16, "dtype": "bfloat16"}
+LONG: dict[str, Any] = {
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_size": 64,
+    "block_size": 16,
+    "dtype": "bfloat16",
+}
 # A sequence with so many rows is not split: thread blocks add up its leaves.
 WHOLE = LONG | {"num_heads": 64, "num_kv_heads": 1}
 WIDE = LONG | {"head_size": 576, "value_head_size": 512, "num_kv_heads": 1, "block_size": 32}
@@ -190,29 +197,114 @@ def test_kernels_add_up_in_this_order(call: str, kernels: str, capability: int, 
         {"dtype": "float32", "num_heads": 12, "sinks": True, "sliding_window": 400},
         {"dtype": "float32", "head_size": 520, "ranges": "blocks"},
         WIDE | {"num_heads": 8},
+        {"cache_dtype": "float8_e4m3fn", "scales": "one", "head_size": 128},
+        {"cache_dtype": "int8", "scales": "per head", "head_size": 128, "num_heads": 16},
     ],
-    ids=["float32", "float32-window", "float32-wide", "latent"],
+    ids=["float32", "float32-window", "float32-wide", "latent", "float8", "int8"],
 )
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(
+    ("kernels", "capability"), [("portable", 80), ("portable", 90), ("by GPU", 90)]
+)
 def test_a_chunk_has_the_bits_of_a_whole(
-    features: dict[str, Any], capability: int, gpu: Gpu
+    features: dict[str, Any], kernels: str, capability: int, gpu: Gpu
 ) -> None:
     """The last tokens of a query alone: other thread blocks and warps compute them, and other rows
-    beside them."""
+    beside them. One or two are decoded."""
     gpus.skip_without_code(gpu, capability)
     case = Case(id="chunk", sequences=((40, 1400),), **LONG | features)
     inputs, attributes = case.inputs(), case.attributes()
-    kernels = type(gpu)(gpu.native, "portable", capability)
+    gpu = type(gpu)(gpu.native, kernels, capability)
     end, context_len = inputs.query_start_loc[1], inputs.context_lens[0]
-    whole = gpus.attend(kernels, inputs, **attributes)
+    whole = gpus.attend(gpu, inputs, **attributes)
     assert_close_on_cuda(whole, inputs, attributes)
     for seed, length in enumerate((1, 2, 7, 33)):
         lens, starts = inputs.context_lens.copy(), inputs.query_start_loc.copy()
         lens[0], starts[:2] = context_len, (end - length, end)
         chunk = gpus.attend(
-            kernels,
+            gpu,
             inputs._replace(context_lens=lens, query_start_loc=starts),
             seed=seed,
             **attributes,
         )
         assert_same_bits(chunk[end - length : end], whole[end - length : end])
+
+
+NUM_CALLS = 200 if gpus.ON_CUDA else 2000 if selection.everything else 12
+
+
+def random_call(seed: int) -> Case:
+    """A call of the kernels of tensor cores: lengths, features and chunks that begin anywhere."""
+    rng = random.Random(seed)
+    options: list[dict[str, Any]] = [
+        {}, {"sliding_window": rng.randint(1, 900)}, {"sinks": True}, {"alibi_slopes": True},
+        {"soft_cap": rng.choice([5.0, 30.0])}, {"ranges": rng.choice(["any", "blocks"])},
+        {"tree": "draft"}, {"causal": False, "window_right": rng.choice([0, 3, 40])},
+        {"scale": rng.choice([-0.2, 0.01, 2.0])},
+        {"cache_dtype": rng.choice(["int8", "float8_e4m3fn"]),
+         "scales": rng.choice(["one", "per head", "per position"])},
+    ]  # fmt: skip
+    features = rng.choice(options)
+    are_whole = rng.random() < 0.4
+    sequences = []
+    for _ in range(rng.randint(1, 2)):
+        context = rng.choice([rng.randint(1, 300), rng.randint(200, 800), rng.randint(900, 1800)])
+        q_len = rng.randint(1, min(context, 60 if "tree" in features else rng.choice([4, 40, 130])))
+        sequences.append((q_len, min(q_len * 3, context) if are_whole else context))
+    if are_whole and "tree" not in features:
+        sequences = [(context, context) for _, context in sequences]
+    num_kv_heads = rng.choice([1, 1, 2])
+    return Case(
+        id=f"{seed}",
+        sequences=tuple(sequences),
+        num_heads=num_kv_heads * rng.choice([1, 2, 3, 4, 8]),
+        num_kv_heads=num_kv_heads,
+        head_size=rng.choice([64, 80, 128, 128]),
+        block_size=rng.choice([8, 16, 32]),
+        dtype=rng.choice(["bfloat16", "bfloat16", "float16"]),
+        query_factor=rng.choice([0.5, 1.0, 4.0, 12.0, 40.0]),
+        **features,
+    )
+
+
+@pytest.mark.parametrize("seed", range(NUM_CALLS))
+def test_a_row_has_the_same_bits_in_all_kernels(seed: int, gpu: Gpu) -> None:
+    """Prefilled by the portable kernels and by the GPU's own, in chunks, decoded, and trained."""
+    case = random_call(seed)
+    inputs, attributes = case.inputs(), case.attributes()
+    rng = random.Random(seed)
+    outputs = []
+    for kernels in ("portable", "by GPU"):
+        of_kernels = type(gpu)(gpu.native, kernels, gpu.capability)
+        output = gpus.attend(of_kernels, inputs, seed=seed, **attributes)
+        outputs.append(output)
+        for s in range(len(case.sequences) if case.tree is None else 0):
+            begin, end = (int(inputs.query_start_loc[s + i]) for i in range(2))
+            last = end if not case.causal or case.ranges else rng.randint(begin + 1, end)
+            first = max(begin, last - rng.choice([1, 1, 3, 40]))
+            starts, lens = np.full_like(inputs.query_start_loc, last), inputs.context_lens.copy()
+            starts[0], lens[0] = first, lens[s] - (end - last)
+            tables = np.roll(inputs.block_tables, -s, 0)
+            chunk = inputs._replace(
+                query_start_loc=starts, context_lens=lens, block_tables=tables,
+                num_seqs=np.ones_like(inputs.num_seqs),
+            )  # fmt: skip
+            alone = gpus.attend(of_kernels, chunk, seed=seed + 1, **attributes)
+            assert_same_bits(alone[first:last], output[first:last])
+    if case.scales not in ("one", "per head"):  # the kernels of Hopper leave out one scale of all
+        assert_same_bits(*outputs)
+    if case.cache_dtype is None and all(q == context for q, context in case.sequences):
+        tokens = len(inputs.query)
+        key, value = np.zeros((2, tokens, case.num_kv_heads, case.head_size), inputs.query.dtype)
+        for s, (q_len, _) in enumerate(case.sequences):
+            own = inputs.query_start_loc[s] + np.arange(q_len)
+            pages = inputs.block_tables[s, np.arange(q_len) // case.block_size]
+            rows = inputs.kv_cache[pages, np.arange(q_len) % case.block_size]
+            key[own], value[own] = rows[:, ::2], rows[:, 1::2]
+        arrays = {
+            "query": inputs.query, "key": key, "value": value, "num_seqs": inputs.num_seqs,
+            "query_start_loc": inputs.query_start_loc,
+        }  # fmt: skip
+        given = {name: x for name, x in attributes.items() if x is not None}
+        trained, _ = varlen_gpu.attend(gpu, arrays | given, seed)
+        assert_same_bits(trained[: sum(q for q, _ in case.sequences)],
+                         outputs[0][: sum(q for q, _ in case.sequences)])  # fmt: skip

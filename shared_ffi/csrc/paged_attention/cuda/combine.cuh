@@ -150,9 +150,10 @@ XLA_GPU_HOST_DEVICE inline int64_t CombineParts(const Params& p) {
 inline constexpr int kCombineSharedBytes =
     ValidBatch::kSharedInts * sizeof(int) + kWarps * sizeof(FoldFactors);
 
+// value_scales: that the partial results are to be multiplied by, for each kv head. No data: 1.
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 4)
-    Combine(Params p, Scratch scratch, ItemRows item_rows) {
+    Combine(Params p, Scratch scratch, ItemRows item_rows, KvScales value_scales) {
   gpu::WaitForKernelsBefore();
   auto* shared = reinterpret_cast<int*>(gpu::SharedMemory());
   const ValidBatch batch(p, shared);
@@ -178,7 +179,9 @@ __global__ void __launch_bounds__(kThreads, 4)
       if (!rows.are_missing) {
         row = RowOfSplits<4, kColumnsAtOnce>(p, scratch, rows.first_partial, head, columns, factors)
                   .Merge(rows.splits);
-        WriteRow<T>(p, token, head, columns, rows.attend, row);
+        const float scale =
+            rows.attend ? value_scales.At(0, 0, DivideU32(head, p.group.number)) : 1.0f;
+        WriteRow<T>(p, token, head, columns, rows.attend, scale, row);
         continue;
       }
       for (float& value : row.values[0].column) value = rows.fill;

@@ -257,14 +257,14 @@ class RowOfSplits {
   const float* partials_;
 };
 
-// Writes a row that all splits are merged into, for the columns of a lane. The sink comes after the
-// last split.
+// Writes a row that all splits are merged into, times `scale`, for the columns of a lane. The sink
+// comes after the last split.
 template <typename T, int kColumns>
 __device__ __forceinline__ void WriteRow(const Params& p, int64_t token, int64_t head,
-                                         const LaneColumns& columns, bool attends,
+                                         const LaneColumns& columns, bool attends, float scale,
                                          const PartOfRow<kColumns>& row) {
   const WithSink whole(SinkOf(p, head), row.state);
-  const float weight = whole.weight / DivisorOf(attends, whole.state.sum);
+  const float weight = whole.weight / DivisorOf(attends, whole.state.sum) * scale;
   PartOfRow<kColumns> divided;
 #pragma unroll
   for (int g = 0; g < row.kGroups; ++g) {

@@ -7,11 +7,12 @@ namespace xla_gpu::paged_attention {
 
 inline bool IsPlain(const Params& p) {
   return p.is_causal && !p.is_latent && p.soft_cap == 0 && p.alibi_slopes == nullptr &&
-         p.ScalesAreUniform() && p.tree_mask == nullptr && p.bidirectional_ranges == nullptr;
+         p.tree_mask == nullptr && p.bidirectional_ranges == nullptr;
 }
 
-// The parameters of a call that IsPlain, as the compiler sees it, too.
-__device__ __forceinline__ Params PlainParams(const Params& p) {
+// The parameters of a call that IsPlain, as the compiler sees it, too. And that ScalesAreUniform,
+// if they are.
+__device__ __forceinline__ Params PlainParams(const Params& p, bool scales_are_uniform) {
   Params plain = p;
   plain.is_causal = true;
   plain.window_right = 0;
@@ -20,8 +21,10 @@ __device__ __forceinline__ Params PlainParams(const Params& p) {
   plain.soft_cap = 0;
   plain.alibi_slopes = nullptr;
   plain.tree_mask = plain.bidirectional_ranges = nullptr;
-  plain.k_scale.block_stride = plain.k_scale.position_stride = 0;
-  plain.v_scale.block_stride = plain.v_scale.position_stride = 0;
+  if (scales_are_uniform) {
+    plain.k_scale.block_stride = plain.k_scale.position_stride = 0;
+    plain.v_scale.block_stride = plain.v_scale.position_stride = 0;
+  }
   return plain;
 }
 

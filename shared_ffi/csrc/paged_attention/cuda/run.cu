@@ -138,9 +138,11 @@ std::optional<AttentionKernel> LongPortableKernelFor(const gpu::Device& device, 
   return found;
 }
 
-// The kernel for queries of few tokens. Nothing if they have none of their own.
+// The kernel for queries of few tokens. Nothing if they have none of their own. has_prefill_kernel:
+// whether that of Hopper GPUs takes the others (DecodeShared::LeavesScaleOut).
 template <typename T>
-std::optional<DecodeKernel> DecodeKernelFor(const gpu::Device& device, const Params& p) {
+std::optional<DecodeKernel> DecodeKernelFor(const gpu::Device& device, const Params& p,
+                                            [[maybe_unused]] bool has_prefill_kernel) {
   std::optional<DecodeKernel> found;
   if constexpr (kHasTensorCores<T>) {
     WithCacheType<T>(p, [&](auto cache) {
@@ -148,7 +150,8 @@ std::optional<DecodeKernel> DecodeKernelFor(const gpu::Device& device, const Par
       if (!TakesFewTokens<C>(p)) return;
       WithSmallest(DecodeHeadSizes<C>(), p.head_size, [&](auto head_size) {
 #ifdef XLA_GPU_HAS_HOPPER_KERNELS
-        if (UsesHopperKernels(device)) {
+        const bool leaves_scale_out = kIs8Bit<C> && p.ScalesAreUniform();
+        if (UsesHopperKernels(device) && (has_prefill_kernel || !leaves_scale_out)) {
           found = DecodeKernelOf<T, C, head_size, kLargeMultiprocessor>(p);
           return;
         }
@@ -164,8 +167,8 @@ template <typename T>
 gpu::Error Run(const Params& p, const Scratch& scratch, void* stream) {
   gpu::Device device;
   if (gpu::Error error = gpu::Device::Current(&device)) return error;
-  auto decode = DecodeKernelFor<T>(device, p);
   const auto prefill = PrefillKernelFor<T>(device, p);
+  auto decode = DecodeKernelFor<T>(device, p, prefill.has_value());
   const auto long_portable = prefill ? std::nullopt : LongPortableKernelFor<T>(device, p);
   const AttentionKernel portable = WithCacheType<T>(
       p, [&](auto cache) { return PortableKernelFor<T, decltype(cache)>(device, p); });
@@ -225,11 +228,12 @@ gpu::Error Run(const Params& p, const Scratch& scratch, void* stream) {
     item_rows.long_rows = long_portable->rows_per_item;
     if (gpu::Error error = launch(*long_portable, {most + 1}, /*waits=*/true)) return error;
   }
-  const gpu::Kernel<Params, Scratch, ItemRows> finish{Combine<T>, kThreads, kCombineSharedBytes,
-                                                      follows && LaunchesEarly(device)};
+  const gpu::Kernel<Params, Scratch, ItemRows, KvScales> finish{
+      Combine<T>, kThreads, kCombineSharedBytes, follows && LaunchesEarly(device)};
   const int64_t num_pieces = p.num_heads * CombineParts(p);
   const int64_t num_blocks = CeilDiv(p.num_tokens * num_pieces, kWarps);
-  return finish.LaunchResident(device, num_blocks, stream, p, scratch, item_rows);
+  return finish.LaunchResident(device, num_blocks, stream, p, scratch, item_rows,
+                               prefill ? p.v_scale : KvScales{});
 }
 
 // Launch sizes do not depend on the type of the query.

@@ -10,14 +10,14 @@ DecodeKernel DecodeKernelOf<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE, X
   using T = XLA_GPU_STORAGE;
   using C = XLA_GPU_CACHE;
   const DecodeNumbers numbers(p, kDecodeRows, 16 / static_cast<int64_t>(sizeof(C)));
+  using Shared = DecodeShared<T, C, XLA_GPU_HEAD_SIZE, XLA_GPU_KIB>;
   auto* kernel = DecodeAttention<T, C, XLA_GPU_HEAD_SIZE, XLA_GPU_KIB, false, false>;
-  if (IsPlain(p, numbers)) {
+  if (IsPlain<Shared>(p, numbers)) {
     kernel = numbers.PartsAreInBlocks()
                  ? DecodeAttention<T, C, XLA_GPU_HEAD_SIZE, XLA_GPU_KIB, true, true>
                  : DecodeAttention<T, C, XLA_GPU_HEAD_SIZE, XLA_GPU_KIB, true, false>;
   }
-  constexpr int kBytes = sizeof(DecodeShared<T, C, XLA_GPU_HEAD_SIZE, XLA_GPU_KIB>);
-  return {{kernel, kDecodeThreads, kBytes}, numbers};
+  return {{kernel, kDecodeThreads, sizeof(Shared)}, numbers};
 }
 
 }  // namespace xla_gpu::paged_attention

@@ -124,6 +124,13 @@ struct DecodeShared {
   DecodeWork work[kItems];
   int32_t is_last;  // whether the thread block merges the splits of a sequence and kv head
 
+  // Whether the scale of an 8-bit cache stays out of the turns, if all positions have one: so it is
+  // in the prefill kernel of Hopper GPUs, but not in the portable ones. In all kernels of a call a
+  // row has the same bits.
+  static __device__ bool LeavesScaleOut(const Params& p) {
+    return kIsLarge && p.ScalesAreUniform();
+  }
+
   // The consumers call it. has_scales: whether tiles come with the scales of their positions.
   __device__ void Init(bool has_scales) {
     // Rows that no item fills are multiplied, too. What memory happens to hold must not decide how

@@ -63,7 +63,7 @@ class DecodeConsumer {
         shared_(*shared),
         lane_(threadIdx.x % gpu::kWarpSize),
         warp_(threadIdx.x / gpu::kWarpSize),
-        scales_are_uniform_(p.ScalesAreUniform()) {}
+        leaves_scale_out_(Shared::LeavesScaleOut(p)) {}
 
   __device__ void Run() {
     ResetCounter(scratch_);
@@ -214,7 +214,7 @@ class DecodeConsumer {
         if (warp_ == 0) gpu::Stamp(gpu::Moment::kFirstTile, /*first_counts=*/true);
         for (auto& block : own) block[0] = block[1] = block[2] = block[3] = 0;
         Products::MultiplyByKeys(query, 0, shared_.tiles[stage.index], first, own);
-        if (kIs8Bit<C> && !scales_are_uniform_) {
+        if (kIs8Bit<C> && !leaves_scale_out_) {
           Products::ScaleLogits(shared_.scales[stage.index] + first, own);
         }
         softmax->ToLogits(position, /*masked=*/!common.Contains(position, position + kDecodePart),
@@ -243,7 +243,7 @@ class DecodeConsumer {
     }
     float factors[2];
     uint32_t drops[2] = {};
-    const float slack = kIs8Bit<C> && !scales_are_uniform_ ? kSlack<BFloat16> : kSlack<Query>;
+    const float slack = kIs8Bit<C> && !leaves_scale_out_ ? kSlack<BFloat16> : kSlack<Query>;
     const bool exceed = softmax->Exceeds(weights, softmax->ScalesLate(), slack, factors);
     if (exceed) {
       softmax->template Follow<0>(factors, slack, weights, drops);
@@ -267,7 +267,7 @@ class DecodeConsumer {
       const TileState stage = StageOf(n / kPartsOfTile);
       const int first = n % kPartsOfTile * kDecodePart;
       auto& of_part = *reinterpret_cast<float(*)[2][4]>(&weights[2 * n]);
-      if (kIs8Bit<C> && !scales_are_uniform_) {
+      if (kIs8Bit<C> && !leaves_scale_out_) {
         Products::ScaleWeights(shared_.scales[stage.index] + first, of_part);
         leaf->template AddValues<BFloat16>(ValuesOf(stage), first, of_part);
       } else {
@@ -311,7 +311,7 @@ class DecodeConsumer {
           return Products::Number(values + j * CacheRows::kStride, n, e);
         },
         [&](float value, int j) {
-          return kIs8Bit<C> && !scales_are_uniform_ ? value * scales[j].v_scale : value;
+          return kIs8Bit<C> && !leaves_scale_out_ ? value * scales[j].v_scale : value;
         });
     __syncwarp();
     ClearNonFinite(lane_, kDecodePart * kOwnColumns, gpu::kWarpSize, element);
@@ -621,7 +621,7 @@ class DecodeConsumer {
   Shared& shared_;
   const int lane_;
   const int warp_;
-  const bool scales_are_uniform_;
+  const bool leaves_scale_out_;
   TileState tiles_;  // of the next turn's first tile
   int turn_ = 0;     // the place of its logits
 };

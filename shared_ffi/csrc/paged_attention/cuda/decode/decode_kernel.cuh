@@ -8,8 +8,9 @@
 namespace xla_gpu::paged_attention {
 
 // Whether the kernel for plain calls computes it.
-inline bool IsPlain(const Params& p, const DecodeNumbers& numbers) {
-  return IsPlain(p) && numbers.TilesFit31Bits();
+template <typename Shared>
+bool IsPlain(const Params& p, const DecodeNumbers& numbers) {
+  return IsPlain(p) && numbers.TilesFit31Bits() && (!Shared::kIsLarge || p.ScalesAreUniform());
 }
 
 // kIsPlain: see IsPlain. kPartsAreInBlocks: see DecodeNumbers.
@@ -20,10 +21,10 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeShared<T, C, kHeadSize, 
   using Schedule =
       DecodeSchedule<kIsPlain, Shared::kTile, std::conditional_t<kIsPlain, int32_t, int64_t>>;
   static_assert(sizeof(Shared) <= Shared::kBytes, "a multiprocessor holds kBlocks thread blocks");
-  const Params p = kIsPlain ? PlainParams(params) : params;
+  const Params p = kIsPlain ? PlainParams(params, Shared::kIsLarge) : params;
   auto* shared = reinterpret_cast<Shared*>(gpu::SharedMemory());
   const int warp = gpu::Shuffle(static_cast<int>(threadIdx.x / gpu::kWarpSize), 0);
-  if (warp < kWarps) shared->Init(kIs8Bit<C> && !p.ScalesAreUniform());
+  if (warp < kWarps) shared->Init(kIs8Bit<C> && !Shared::LeavesScaleOut(p));
   gpu::WaitForKernelsBefore();
   gpu::BeginStamps();
   if (!numbers.is_last) gpu::LetNextKernelBegin();

@@ -50,7 +50,7 @@ class DecodeProducer {
     DecodeWork& work = shared_.work[stage.index];
     const Item item = split.AsItem(numbers_.group);
     float k_scale = 1, v_scale = 1;  // on their way until the query is there, too
-    if (kIs8Bit<C> && p_.ScalesAreUniform() && !split.IsEnd()) {
+    if (kIs8Bit<C> && Shared::LeavesScaleOut(p_) && !split.IsEnd()) {
       k_scale = p_.k_scale.At(0, 0, item.kv_head);
       v_scale = p_.v_scale.At(0, 0, item.kv_head);
     }
@@ -299,7 +299,7 @@ class DecodeProducer {
   // Writes the scales of the positions of an 8-bit cache: each lane those of another row.
   __device__ void WriteScales(const DecodeSplit& work, bool exists, int32_t block, int32_t offset,
                               int row, TileState stage) {
-    if (p_.ScalesAreUniform()) return;
+    if (Shared::LeavesScaleOut(p_)) return;
     PositionScales scales = {1, 1};
     if (exists) {
       scales = {p_.k_scale.At(block, offset, work.kv_head),

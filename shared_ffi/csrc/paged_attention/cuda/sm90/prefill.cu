@@ -11,7 +11,7 @@ template <typename T, typename C, int kHeadSize, bool kIsPlain>
 __global__ void __launch_bounds__(kPrefillThreads, 1)
     PrefillAttention(Params params, Scratch scratch, QueryLengths lengths,
                      const __grid_constant__ PrefillMaps maps) {
-  const Params p = kIsPlain ? PlainParams(params) : params;
+  const Params p = kIsPlain ? PlainParams(params, /*scales_are_uniform=*/true) : params;
   using Shared = PrefillShared<T, C, kHeadSize>;
   using Registers = PrefillRegisters<C, kHeadSize>;
   auto* shared = reinterpret_cast<Shared*>(gpu::SharedMemory());

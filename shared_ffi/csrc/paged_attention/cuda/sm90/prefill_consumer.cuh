@@ -715,7 +715,8 @@ class PrefillConsumer {
     }
   }
 
-  // Writes the lane's row r to the scratch: the work item is a split.
+  // Writes the lane's row r to the scratch: the work item is a split. Combine multiplies by the
+  // scale of V.
   __device__ __forceinline__ void WritePartialResult(int r, const RowState& state) {
     const int row = RowOf(r);
     if (row >= rows_.num_rows) return;
@@ -723,13 +724,12 @@ class PrefillConsumer {
     const int64_t index = PartialOf(scratch_, rows_, place) * p_.num_heads + place.head;
     if (Lane() % 4 == 0) scratch_.states[index] = state;
     float* partial = scratch_.partials + index * p_.value_head_size;
-    const float factor = kIs8Bit<C> && state.sum != 0 ? work_.v_scale : 1.0f;
 #pragma unroll
     for (int n = 0; n < kHeadSize / 8; ++n) {
       if (n * 8 >= p_.value_head_size) break;
       float* columns = partial + n * 8 + Lane() % 4 * 2;
-      columns[0] = sums_[n][2 * r] * factor;
-      columns[1] = sums_[n][2 * r + 1] * factor;
+      columns[0] = sums_[n][2 * r];
+      columns[1] = sums_[n][2 * r + 1];
     }
   }
 
