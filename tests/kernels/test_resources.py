@@ -643,8 +643,8 @@ def test_the_compiler_fuses_no_products_by_itself() -> None:
 
 
 def test_a_hopper_block_starts_with_all_registers(kernels: list[dict[str, Any]]) -> None:
-    """With fewer, its consumer warps would wait for ever for the registers that prefill.cuh gives
-    them."""
+    """With fewer, its consumer warps would wait for ever for the registers that
+    sm90/shared.cuh gives them."""
     registers = {e["registers"] for e in kernels if e["kernel"] == "PrefillAttention"}
     if not registers:
         pytest.skip("this build is for other GPUs")

@@ -121,7 +121,7 @@ def decode(
         block_size=block_size,
         cache=cache,
         numbers=f"DecodeNumbers(p, kDecodeRows, 16 / sizeof({cache}))",
-        header='"paged_attention/cuda/decode/decode_kernel.cuh"',
+        header='"paged_attention/cuda/decode/kernel.cuh"',
     )
 
 

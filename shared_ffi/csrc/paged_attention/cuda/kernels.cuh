@@ -6,9 +6,9 @@
 
 #include "../../gpu/launch.cuh"
 #include "cuda_build.h"  // CMake writes it
-#include "decode/decode_numbers.h"
+#include "decode/numbers.h"
 #include "scratch.h"
-#include "sm90/prefill_maps.h"
+#include "sm90/maps.h"
 
 namespace xla_gpu::paged_attention {
 
@@ -44,7 +44,7 @@ struct DecodeKernel {
   DecodeNumbers numbers;
 };
 
-// Defined in decode/decode.cu, which is compiled once for each combination. kKib: of a
+// Defined in decode/kernel.cu, which is compiled once for each combination. kKib: of a
 // multiprocessor.
 template <typename T, typename C, int kHeadSize, int kKib>
 DecodeKernel DecodeKernelOf(const Params& p);

@@ -1,8 +1,8 @@
 // Compiled for sm_90a only, once for each type of query, type of cache and head size.
 #include "../kernels.cuh"
 #include "../plain_calls.cuh"
-#include "prefill_consumer.cuh"
-#include "prefill_producer.cuh"
+#include "consumer.cuh"
+#include "producer.cuh"
 
 namespace xla_gpu::paged_attention {
 

@@ -1,4 +1,4 @@
-// The producer of the prefill kernel: finds the work items and fills the places that prefill.cuh
+// The producer of the prefill kernel: finds the work items and fills the places that shared.cuh
 // declares.
 #pragma once
 
@@ -7,7 +7,7 @@
 #include "../query.cuh"
 #include "../schedule.cuh"
 #include "../softmax.cuh"
-#include "prefill.cuh"
+#include "shared.cuh"
 
 namespace xla_gpu::paged_attention {
 

@@ -1,7 +1,7 @@
 // The warps of the decode kernel that find its work and copy K, V and queries.
 #pragma once
 
-#include "decode.cuh"
+#include "shared.cuh"
 
 namespace xla_gpu::paged_attention {
 

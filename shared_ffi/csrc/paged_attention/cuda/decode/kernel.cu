@@ -1,6 +1,6 @@
 // Compiled once for each type of query, type of cache, head size and size of shared memory.
 #include "../kernels.cuh"
-#include "decode_kernel.cuh"
+#include "kernel.cuh"
 
 namespace xla_gpu::paged_attention {
 

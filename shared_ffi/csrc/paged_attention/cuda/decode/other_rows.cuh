@@ -4,7 +4,7 @@
 
 #include "../query.cuh"
 #include "../state.cuh"
-#include "decode_schedule.cuh"
+#include "schedule.cuh"
 
 namespace xla_gpu::paged_attention {
 

@@ -29,8 +29,8 @@
 #include "../../../gpu/stamps.cuh"
 #include "../pipeline.cuh"
 #include "../products.cuh"
-#include "decode_other_rows.cuh"
-#include "decode_schedule.cuh"
+#include "other_rows.cuh"
+#include "schedule.cuh"
 
 namespace xla_gpu::paged_attention {
 

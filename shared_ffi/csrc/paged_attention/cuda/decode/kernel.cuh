@@ -2,8 +2,8 @@
 #pragma once
 
 #include "../plain_calls.cuh"
-#include "decode_consumer.cuh"
-#include "decode_producer.cuh"
+#include "consumer.cuh"
+#include "producer.cuh"
 
 namespace xla_gpu::paged_attention {
 

@@ -5,7 +5,7 @@
 
 #include "../order.h"
 #include "../schedule.cuh"
-#include "decode_numbers.h"
+#include "numbers.h"
 
 namespace xla_gpu::paged_attention {
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "../partial_results.cuh"
-#include "decode.cuh"
+#include "shared.cuh"
 
 namespace xla_gpu::paged_attention {
 

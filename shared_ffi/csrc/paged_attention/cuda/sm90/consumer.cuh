@@ -1,10 +1,10 @@
 // A consumer of the prefill kernel: computes its rows of the work items from the places that
-// prefill.cuh declares, and frees these.
+// shared.cuh declares, and frees these.
 #pragma once
 
 #include "../partial_results.cuh"
 #include "../softmax.cuh"
-#include "prefill.cuh"
+#include "shared.cuh"
 
 namespace xla_gpu::paged_attention {
 
