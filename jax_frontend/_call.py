@@ -30,8 +30,8 @@ Returned = TypeVar("Returned")
 
 
 def _int32(array: jax.Array) -> jax.Array:
-    """Integers, which may have 64 bits under ``jax_enable_x64``, as the next two do. A number beyond
-    int32 becomes the int32 that is nearest to it, which is out of every range as well."""
+    """Integers of 32 or 64 bits. One beyond int32 becomes the int32 that is nearest to it, which is
+    out of every range as well."""
     if array.dtype != jnp.int64:
         return array
     limits = jnp.iinfo(jnp.int32)

@@ -72,8 +72,9 @@ class Call:
     cuda_scratch_bytes: Callable[[Call, Smaller], int] | None = None
     """Computes the size of the CUDA kernels' scratch; None: they need none."""
     options: tuple[tuple[str, Any], ...] = ()
-    """The check's arguments that are no arrays, which `records_options` adds: only those that differ
-    from their default. However the caller spelled a number, it is the same float, int or bool."""
+    """The check's arguments that are no arrays and differ from their default, which
+    `records_options` adds. However the caller spelled a number, it is the same float, int or bool.
+    """
 
     def __str__(self) -> str:
         return f"{self.op}({', '.join(f'{name}={value}' for name, value in self.options)})"
