@@ -425,11 +425,11 @@ def kv_cache_update(
         raise value_error(_UPDATE, "kv_cache_pspec", "be given with mesh", None)
     if dynamic_validate_inputs:
         _check_values(np.asarray(slices), int(num_slices[0]), new_kv, kv_cache, page_size)
-    return _update_cache(new_kv, slices, kv_cache, num_slices, mesh=mesh, spec=kv_cache_pspec)
+    return _update(new_kv, slices, kv_cache, num_slices, mesh=mesh, spec=kv_cache_pspec)
 
 
 @partial(jax.jit, donate_argnames="kv_cache", static_argnames=("mesh", "spec"))
-def _update_cache(
+def _update(
     new_kv: jax.Array,
     slices: jax.Array,
     kv_cache: jax.Array,

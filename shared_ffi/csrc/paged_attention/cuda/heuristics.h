@@ -15,6 +15,9 @@
 
 namespace xla_gpu::paged_attention {
 
+// The threads that multiply together, and their warps.
+inline constexpr int kThreads = 128, kWarps = 4;
+
 // The positions of the largest KV tile of the kernels.
 inline constexpr int64_t kLargestTile = 128;
 

@@ -44,7 +44,6 @@ __device__ __forceinline__ void WriteTo(float* partial, const Columns<4>& column
 
 // A row, with the columns of it that a lane has: kColumnsAtOnce adjacent ones, and as many each 128
 // columns behind them.
-inline constexpr int kColumnStep = kColumnsAtOnce * gpu::kWarpSize;
 template <int kColumns>
 struct PartOfRow {
   static constexpr int kGroups = kColumns / kColumnsAtOnce;

@@ -10,6 +10,7 @@
 #include "../../gpu/launch.cuh"
 #include "combine.cuh"
 #include "kernels.cuh"
+#include "plan.h"
 #include "portable/cuda_core.cuh"
 #include "run.h"
 
@@ -25,8 +26,7 @@ __global__ void __launch_bounds__(kThreads) ZeroArrivals(int32_t* arrivals, int6
     arrivals[i] = 0;
   }
 }
-constexpr int64_t kZerosPerBlock = 8192;  // a block writes them before the decode kernel has begun
-std::atomic<uint32_t> num_calls{0};       // of the decode kernel, if not kZerosArrivals
+std::atomic<uint32_t> num_calls{0};  // of the decode kernel, if not kZerosArrivals
 
 // Calls use(C()) for the type C of the cache of queries of type T.
 template <typename T, typename Use>
@@ -160,76 +160,91 @@ std::optional<DecodeKernel> DecodeKernelFor(const gpu::Device& device, const Par
   return found;
 }
 
+// The kernels of a call, of which a plan launches some. T: type of the query.
+template <typename T>
+struct Kernels {
+  std::optional<DecodeKernel> decode;
+  std::optional<PrefillKernel> hopper;
+  std::optional<AttentionKernel> long_portable;
+  AttentionKernel portable;
+  gpu::Kernel<int32_t*, int64_t> zero{ZeroArrivals, kThreads};
+  gpu::Kernel<Params, Scratch, ItemRows> combine{Combine<T>, kThreads, kCombineSharedBytes};
+
+  Kernels(const gpu::Device& device, const Params& p)
+      : decode(DecodeKernelFor<T>(device, p)), hopper(PrefillKernelFor<T>(device, p)) {
+    if (!hopper) long_portable = LongPortableKernelFor<T>(device, p);
+    portable = WithCacheType<T>(
+        p, [&](auto cache) { return PortableKernelFor<T, decltype(cache)>(device, p); });
+  }
+
+  // Of the kernel for long queries; 0: there is none.
+  int64_t LongRows() const {
+    if (hopper) return hopper->rows_per_item;
+    return long_portable ? long_portable->rows_per_item : 0;
+  }
+
+  ItemRows RowsOfItems() const {
+    const int64_t rows = portable.rows_per_item, long_rows = LongRows();
+    return {rows, long_rows > 0 ? long_rows : rows, decode ? decode->numbers.max_query_len : 0};
+  }
+};
+
+template <typename... Arguments, typename... Given>
+gpu::Error Start(gpu::Kernel<Arguments...> kernel, const Launch& launch, const gpu::Device& device,
+                 void* stream, const Given&... given) {
+  kernel.begins_early = launch.begins_early;
+  return kernel.LaunchResident(device, launch.num_blocks, stream, given...);
+}
+
+gpu::Error StartDecode(DecodeKernel decode, const Launch& launch, bool is_last,
+                       const gpu::Device& device, void* stream, const Params& p,
+                       const Scratch& scratch) {
+  auto& [kernel, numbers] = decode;
+  int64_t num_blocks = 0;
+  if (gpu::Error error = kernel.BlocksFor(device, launch.num_blocks, &num_blocks)) return error;
+  numbers.num_thread_blocks = Divisor(Larger(1, num_blocks));
+  numbers.is_last = is_last;
+  if (!gpu::kZerosArrivals) numbers.nonce = ++num_calls << kNonceShift;
+  kernel.begins_early = launch.begins_early;
+  return kernel.Launch(num_blocks, stream, p, scratch, numbers);
+}
+
 template <typename T>
 gpu::Error Run(const Params& p, const Scratch& scratch, void* stream) {
   gpu::Device device;
   if (gpu::Error error = gpu::Device::Current(&device)) return error;
-  auto decode = DecodeKernelFor<T>(device, p);
-  const auto prefill = PrefillKernelFor<T>(device, p);
-  const auto long_portable = prefill ? std::nullopt : LongPortableKernelFor<T>(device, p);
-  const AttentionKernel portable = WithCacheType<T>(
-      p, [&](auto cache) { return PortableKernelFor<T, decltype(cache)>(device, p); });
+  const Kernels<T> kernels(device, p);
+  const auto& [decode, hopper, long_portable, portable, zero, combine] = kernels;
   if (portable.rows_per_item == 0) return {"choosing a kernel", "no built one has so wide heads"};
-  // The most tokens of a query that the decode kernel takes, and of one that is not long. On
-  // Hopper, what the decode kernel leaves is long: fewer kernels are launched.
-  const int64_t few = decode ? FewTokens(p) : 0;
-  const int64_t most = decode && prefill ? few : TokensPerTile(p);
-  const int64_t longest = p.max_query_len == 0 ? p.num_tokens : p.max_query_len;
-  const bool is_alone = decode && longest <= few;  // it computes all sequences
-  bool follows = false;                            // on a kernel of this call
-  if (decode) {
-    auto& [kernel, numbers] = *decode;
-    const int64_t num_items = numbers.MaxItems(p);
-    int64_t num_blocks = 0;
-    if (gpu::Error error = kernel.BlocksFor(device, num_items, &num_blocks)) return error;
-    numbers.num_thread_blocks = Divisor(Larger(1, num_blocks));
-    numbers.is_last = is_alone;
-    if (!gpu::kZerosArrivals) numbers.nonce = ++num_calls << kNonceShift;
-    if (gpu::kZerosArrivals && numbers.HasSplits() && num_blocks > 0) {
-      const int64_t count = p.max_seqs * p.num_kv_heads * scratch.arrivals_of_head;
-      const gpu::Kernel<int32_t*, int64_t> zero{ZeroArrivals, kThreads, 0, LaunchesEarly(device)};
-      const int64_t zero_blocks = CeilDiv(count, kZerosPerBlock);
-      if (gpu::Error error =
-              zero.LaunchResident(device, zero_blocks, stream, scratch.arrivals, count)) {
-        return error;
-      }
+  const Plan plan(p, scratch,
+                  {decode ? &decode->numbers : nullptr, portable.rows_per_item, kernels.LongRows(),
+                   hopper.has_value(), LaunchesEarly(device)});
+  for (const Launch& launch : plan) {
+    gpu::Error error;
+    switch (launch.step) {
+      case Step::kZeroArrivals:
+        error = Start(zero, launch, device, stream, scratch.arrivals, NumArrivals(p, scratch));
+        break;
+      case Step::kDecode:
+        error = StartDecode(*decode, launch, plan.EndsWithDecode(), device, stream, p, scratch);
+        break;
+      case Step::kPortable:
+        error = Start(portable.kernel, launch, device, stream, p, scratch, launch.lengths);
+        break;
+      case Step::kPortablePrefill:
+        error = Start(long_portable->kernel, launch, device, stream, p, scratch, launch.lengths);
+        break;
+      case Step::kHopperPrefill:
+        error = Start(hopper->kernel, launch, device, stream, p, scratch, launch.lengths,
+                      MakePrefillMaps(p));
+        break;
+      case Step::kCombine:
+        error = Start(combine, launch, device, stream, p, scratch, kernels.RowsOfItems());
+        break;
     }
-    kernel.begins_early = LaunchesEarly(device);
-    if (gpu::Error error = kernel.Launch(num_blocks, stream, p, scratch, numbers)) {
-      return error;
-    }
-    follows = num_blocks > 0;
-    if (is_alone && follows) return {};
+    if (error) return error;
   }
-  const auto launch = [&](auto attention, const QueryLengths& lengths, bool waits,
-                          const auto&... more) -> gpu::Error {
-    if (lengths.min > Smaller(lengths.max, longest)) return {};
-    const int64_t num_items =
-        Smaller(MaxItems(p, scratch, attention.rows_per_item), scratch.num_slots);
-    attention.kernel.begins_early = waits && LaunchesEarly(device);
-    follows |= num_items > 0;
-    return attention.kernel.LaunchResident(device, num_items, stream, p, scratch, lengths, more...);
-  };
-  const QueryLengths rest{few + 1, prefill || long_portable ? most : INT64_MAX};
-  if (gpu::Error error = launch(portable, rest, /*waits=*/false)) return error;
-  // The kernel for long queries is never the first: the one before sets its counter to zero.
-  ItemRows item_rows{portable.rows_per_item, portable.rows_per_item,
-                     decode ? decode->numbers.max_query_len : 0};
-  if (prefill) {
-    item_rows.long_rows = prefill->rows_per_item;
-    if (gpu::Error error = launch(*prefill, {most + 1}, /*waits=*/true, MakePrefillMaps(p))) {
-      return error;
-    }
-  }
-  if (long_portable) {
-    item_rows.long_rows = long_portable->rows_per_item;
-    if (gpu::Error error = launch(*long_portable, {most + 1}, /*waits=*/true)) return error;
-  }
-  const gpu::Kernel<Params, Scratch, ItemRows> finish{Combine<T>, kThreads, kCombineSharedBytes,
-                                                      follows && LaunchesEarly(device)};
-  const int64_t num_pieces = p.num_heads * CombineParts(p);
-  const int64_t num_blocks = CeilDiv(p.num_tokens * num_pieces, kWarps);
-  return finish.LaunchResident(device, num_blocks, stream, p, scratch, item_rows);
+  return {};
 }
 
 // Launch sizes do not depend on the type of the query.

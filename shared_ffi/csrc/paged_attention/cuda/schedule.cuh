@@ -100,9 +100,9 @@ struct Splits {
 // The kv heads whose items are computed at the same time: all, or half of them as often as it takes
 // until their K and V fit the L2 cache. So K and V are read from memory once for all query tiles.
 // Fewer positions are read at a time where there is a sliding window.
-inline constexpr int64_t kGroupBytes = 24 << 20;  // an H100 has 50 MiB, for query and output too
+inline constexpr int64_t kBytesAtOnce = 24 << 20;  // an H100 has 50 MiB, for query and output too
 
-__device__ inline int32_t HeadsInGroup(const Params& p, const Sequence& sequence) {
+__device__ inline int32_t HeadsAtOnce(const Params& p, const Sequence& sequence) {
   // For 9.0, nothing of it is known before a loop that finds items: the prefill kernel's has no
   // registers for that.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
@@ -113,7 +113,7 @@ __device__ inline int32_t HeadsInGroup(const Params& p, const Sequence& sequence
   const int64_t columns = in_loop(p.head_size) + (p.is_latent ? 0 : in_loop(p.value_head_size));
   const int64_t bytes = sequence.context_len * columns * SizeOf(in_loop(p.cache_dtype));
   auto heads = static_cast<int32_t>(p.num_kv_heads);
-  while (heads > 1 && heads * bytes > kGroupBytes && p.sliding_window == 0) heads = (heads + 1) / 2;
+  while (heads > 1 && heads * bytes > kBytesAtOnce && p.sliding_window == 0) heads = (heads + 1) / 2;
   return heads;
 }
 
@@ -327,7 +327,7 @@ class ScheduleOf {
     const RowTiles tiles(p_, sequence.q_len, max_rows_);
     const Splits splits(p_, sequence);
     const auto items = static_cast<uint32_t>(tiles.count * splits.count);  // of a kv head
-    const uint32_t all_heads = p_.num_kv_heads, heads = HeadsInGroup(p_, sequence);
+    const uint32_t all_heads = p_.num_kv_heads, heads = HeadsAtOnce(p_, sequence);
     const uint32_t first_head = static_cast<uint32_t>(number) / (heads * items) * heads;
     const uint32_t in_group = number - first_head * items;
     const uint32_t num_heads = min(heads, all_heads - first_head);
@@ -353,18 +353,6 @@ using Schedule = ScheduleOf<119>;
 // computes an item changes none of its bits. All threads of the kernel before call it.
 __device__ inline void ResetCounter(const Scratch& scratch) {
   if (blockIdx.x == 0 && threadIdx.x == 0) *scratch.counter = 0;
-}
-
-// The largest number of items for any lengths. It bounds the grid.
-inline int64_t MaxItems(const Params& p, const Scratch& scratch, int64_t max_rows) {
-  const int64_t group = p.group.number;
-  const int64_t tokens_per_item = Larger(1, max_rows / group);
-  int64_t tiles = CeilDiv(p.num_tokens, tokens_per_item) + Smaller(p.max_seqs, p.num_tokens);
-  if (p.max_query_len != 0) {
-    const int64_t longest = Smaller(p.max_query_len, p.num_tokens);  // sums must not overflow
-    tiles = Smaller(tiles, p.max_seqs * CeilDiv(longest, tokens_per_item));
-  }
-  return p.num_kv_heads * tiles * CeilDiv(group, max_rows) * scratch.max_splits;
 }
 
 }  // namespace xla_gpu::paged_attention
