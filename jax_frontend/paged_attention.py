@@ -214,16 +214,17 @@ def paged_attention(
     """
     arrays = _call.Arrays(op.OP, op.check)
     call = op.check(
-        **arrays.read(query=query, kv_cache=kv_cache, value_cache=value_cache, causal=causal),
+        **arrays.read(query=query, kv_cache=kv_cache, value_cache=value_cache),
         **arrays.int32(
             context_lens=context_lens,
             block_tables=block_tables,
             query_start_loc=query_start_loc,
             num_seqs=num_seqs,
-            bidirectional_ranges=bidirectional_ranges,
         ),
-        **arrays.words(tree_mask=tree_mask),
         **arrays.float32(k_scale=k_scale, v_scale=v_scale, sinks=sinks, alibi_slopes=alibi_slopes),
+        **arrays.words(tree_mask=tree_mask),
+        **arrays.int32(bidirectional_ranges=bidirectional_ranges),
+        **arrays.read(causal=causal),
         scale=number(scale),
         sliding_window=sliding_window,
         soft_cap=soft_cap,

@@ -90,14 +90,12 @@ def varlen_attention(
     """
     arrays = _call.Arrays(op.OP, op.check)
     call = op.check(
-        **arrays.read(query=query, key=key, value=value, causal=causal),
-        **arrays.int32(
-            query_start_loc=query_start_loc,
-            num_seqs=num_seqs,
-            bidirectional_ranges=bidirectional_ranges,
-            prefix_seqs=prefix_seqs,
-        ),
+        **arrays.read(query=query, key=key, value=value),
+        **arrays.int32(query_start_loc=query_start_loc, num_seqs=num_seqs),
         **arrays.float32(sinks=sinks, alibi_slopes=alibi_slopes),
+        **arrays.int32(bidirectional_ranges=bidirectional_ranges),
+        **arrays.read(causal=causal),
+        **arrays.int32(prefix_seqs=prefix_seqs),
         scale=scale,
         sliding_window=sliding_window,
         soft_cap=soft_cap,

@@ -148,16 +148,18 @@ inline bool FitsValues(int head_size, const Params& p) {
 inline constexpr int kRowsPerWarpTile = 16;  // query rows of a tensor core product
 
 // Query rows of the decode kernel's work items: all those of a sequence and kv head.
-inline constexpr int kDecodeRows = kRowsPerWarpTile;
+namespace decode {
+inline constexpr int kItemRows = kRowsPerWarpTile;
+}
 
 // Whether the decode kernel for a cache of type C, if there is one for heads of this size, takes
 // the sequences of a call that have at most FewTokens query tokens, on every GPU.
 template <typename C>
 bool TakesFewTokens(const Params& p) {
   return IsAligned<C>(p) && OffsetsFit32BitChunks<C>(p) && TableRowsFit32Bits(p) &&
-         p.group.number <= kDecodeRows;
+         p.group.number <= decode::kItemRows;
 }
-inline int64_t FewTokens(const Params& p) { return kDecodeRows / p.group.number; }
+inline int64_t FewTokens(const Params& p) { return decode::kItemRows / p.group.number; }
 
 // The query rows of a work item of TensorCorePrefill, the most that any kernel has.
 inline constexpr int64_t kPrefillTileRows = 128;

@@ -11,11 +11,11 @@ enum class Step { kZeroArrivals, kDecode, kPortable, kPortablePrefill, kHopperPr
 
 // The kernels that there are for a call.
 struct KernelsOfCall {
-  const DecodeNumbers* decode;  // null: none
-  int64_t rows;                 // of a work item of the portable kernel, which takes any query
-  int64_t long_rows;            // of that for longer queries than one tile; 0: there is none
-  bool is_hopper;               // whether this one is that of Hopper GPUs
-  bool launches_early;          // whether a kernel may begin before the one before it has ended
+  const decode::Numbers* decode;  // null: none
+  int64_t rows;                   // of a work item of the portable kernel, which takes any query
+  int64_t long_rows;              // of that for longer queries than one tile; 0: there is none
+  bool is_hopper;                 // whether this one is that of Hopper GPUs
+  bool launches_early;            // whether a kernel may begin before the one before it has ended
 };
 
 struct Launch {

@@ -52,9 +52,9 @@ AttentionKernel CudaCoreKernel(const Params& p) {
   AttentionKernel kernel;
   WithSmallest(std::integer_sequence<int, XLA_GPU_CUDA_CORE_COLUMNS>(),
                CeilDiv(p.head_size, gpu::kWarpSize), [&](auto columns) {
-                 kernel = {
-                     {CudaCoreAttention<T, columns>, kThreads, CudaCoreSharedBytes<columns>()},
-                     kCoreRows};
+                 kernel = {{portable::CudaCoreAttention<T, columns>, kThreads,
+                            portable::CudaCoreSharedBytes<columns>()},
+                           portable::kCoreRows};
                });
   return kernel;
 }
@@ -65,9 +65,9 @@ AttentionKernel PortableKernelFor(const gpu::Device& device, const Params& p) {
   if constexpr (kHasTensorCores<T>) {
     AttentionKernel kernel;
     const auto take = [&](auto head_size) {
-      if (FitsValues(head_size, p)) kernel = TensorCoreKernelOf<T, C, head_size>(p);
+      if (FitsValues(head_size, p)) kernel = portable::KernelOf<T, C, head_size>(p);
     };
-    if (IsAligned<C>(p)) WithSmallest(TensorCoreHeadSizes<C>(), TensorCoreHeadSize(p), take);
+    if (IsAligned<C>(p)) WithSmallest(portable::HeadSizes<C>(), TensorCoreHeadSize(p), take);
     if (kernel.rows_per_item > 0 && kernel.kernel.shared_bytes <= device.shared_bytes) {
       return kernel;
     }
@@ -87,8 +87,7 @@ Choice& Chosen() {
 
 // Whether calls on the device use the kernels of Hopper GPUs where these apply.
 bool UsesHopperKernels(const gpu::Device& device) {
-  return Chosen().index() == kByGpu && device.capability == 90 &&
-         PrefillHeadSizes<Half>::size() > 0;
+  return Chosen().index() == kByGpu && device.capability == 90 && sm90::HeadSizes<Half>::size() > 0;
 }
 
 // Whether a kernel may begin before the one before it has ended: whether it waits for that itself.
@@ -102,8 +101,8 @@ bool LaunchesEarly(const gpu::Device& device) {
 
 // The kernel of Hopper GPUs for all queries that are not the decode kernel's. Nothing elsewhere.
 template <typename T>
-std::optional<PrefillKernel> PrefillKernelFor(const gpu::Device& device, const Params& p) {
-  std::optional<PrefillKernel> found;
+std::optional<sm90::Kernel> HopperKernelFor(const gpu::Device& device, const Params& p) {
+  std::optional<sm90::Kernel> found;
   if constexpr (kHasTensorCores<T>) {
     if (!UsesHopperKernels(device)) return found;
     WithCacheType<T>(p, [&](auto cache) {
@@ -111,8 +110,8 @@ std::optional<PrefillKernel> PrefillKernelFor(const gpu::Device& device, const P
       const bool takes_cache =
           !kIs8Bit<C> || (p.ScalesAreUniform() && p.cache.ValuesHaveStridesOfKeys());
       if (!IsAligned<C>(p) || !OffsetsFit32BitChunks<C>(p) || !takes_cache) return;
-      WithSmallest(PrefillHeadSizes<C>(), p.head_size,
-                   [&](auto head_size) { found = PrefillKernelOf<T, C, head_size>(p); });
+      WithSmallest(sm90::HeadSizes<C>(), p.head_size,
+                   [&](auto head_size) { found = sm90::KernelOf<T, C, head_size>(p); });
     });
   }
   return found;
@@ -129,8 +128,8 @@ std::optional<AttentionKernel> LongPortableKernelFor(const gpu::Device& device, 
     WithCacheType<T>(p, [&](auto cache) {
       using C = decltype(cache);
       if (!IsAligned<C>(p) || !HeadOffsetsFit32BitChunks<C>(p)) return;
-      WithSmallest(TensorCoreHeadSizes<C>(), TensorCoreHeadSize(p), [&](auto head_size) {
-        const auto kernel = TensorCorePrefillOf<T, C, head_size>(device);
+      WithSmallest(portable::HeadSizes<C>(), TensorCoreHeadSize(p), [&](auto head_size) {
+        const auto kernel = portable::PrefillKernelOf<T, C, head_size>(device);
         if (kernel.rows_per_item > 0) found = kernel;
       });
     });
@@ -140,20 +139,20 @@ std::optional<AttentionKernel> LongPortableKernelFor(const gpu::Device& device, 
 
 // The kernel for queries of few tokens. Nothing if they have none of their own.
 template <typename T>
-std::optional<DecodeKernel> DecodeKernelFor(const gpu::Device& device, const Params& p) {
-  std::optional<DecodeKernel> found;
+std::optional<decode::Kernel> DecodeKernelFor(const gpu::Device& device, const Params& p) {
+  std::optional<decode::Kernel> found;
   if constexpr (kHasTensorCores<T>) {
     WithCacheType<T>(p, [&](auto cache) {
       using C = decltype(cache);
       if (!TakesFewTokens<C>(p)) return;
-      WithSmallest(DecodeHeadSizes<C>(), p.head_size, [&](auto head_size) {
+      WithSmallest(decode::HeadSizes<C>(), p.head_size, [&](auto head_size) {
 #ifdef XLA_GPU_HAS_HOPPER_KERNELS
         if (UsesHopperKernels(device)) {
-          found = DecodeKernelOf<T, C, head_size, kLargeMultiprocessor>(p);
+          found = decode::KernelOf<T, C, head_size, decode::kLargeMultiprocessor>(p);
           return;
         }
 #endif
-        found = DecodeKernelOf<T, C, head_size, kAnyMultiprocessor>(p);
+        found = decode::KernelOf<T, C, head_size, decode::kAnyMultiprocessor>(p);
       });
     });
   }
@@ -163,15 +162,15 @@ std::optional<DecodeKernel> DecodeKernelFor(const gpu::Device& device, const Par
 // The kernels of a call, of which a plan launches some. T: type of the query.
 template <typename T>
 struct Kernels {
-  std::optional<DecodeKernel> decode;
-  std::optional<PrefillKernel> hopper;
+  std::optional<decode::Kernel> decode;
+  std::optional<sm90::Kernel> hopper;
   std::optional<AttentionKernel> long_portable;
   AttentionKernel portable;
   gpu::Kernel<int32_t*, int64_t> zero{ZeroArrivals, kThreads};
   gpu::Kernel<Params, Scratch, ItemRows> combine{Combine<T>, kThreads, kCombineSharedBytes};
 
   Kernels(const gpu::Device& device, const Params& p)
-      : decode(DecodeKernelFor<T>(device, p)), hopper(PrefillKernelFor<T>(device, p)) {
+      : decode(DecodeKernelFor<T>(device, p)), hopper(HopperKernelFor<T>(device, p)) {
     if (!hopper) long_portable = LongPortableKernelFor<T>(device, p);
     portable = WithCacheType<T>(
         p, [&](auto cache) { return PortableKernelFor<T, decltype(cache)>(device, p); });
@@ -196,7 +195,7 @@ gpu::Error Start(gpu::Kernel<Arguments...> kernel, const Launch& launch, const g
   return kernel.LaunchResident(device, launch.num_blocks, stream, given...);
 }
 
-gpu::Error StartDecode(DecodeKernel decode, const Launch& launch, bool is_last,
+gpu::Error StartDecode(decode::Kernel decode, const Launch& launch, bool is_last,
                        const gpu::Device& device, void* stream, const Params& p,
                        const Scratch& scratch) {
   auto& [kernel, numbers] = decode;
@@ -204,7 +203,7 @@ gpu::Error StartDecode(DecodeKernel decode, const Launch& launch, bool is_last,
   if (gpu::Error error = kernel.BlocksFor(device, launch.num_blocks, &num_blocks)) return error;
   numbers.num_thread_blocks = Divisor(Larger(1, num_blocks));
   numbers.is_last = is_last;
-  if (!gpu::kZerosArrivals) numbers.nonce = ++num_calls << kNonceShift;
+  if (!gpu::kZerosArrivals) numbers.nonce = ++num_calls << decode::kNonceShift;
   kernel.begins_early = launch.begins_early;
   return kernel.Launch(num_blocks, stream, p, scratch, numbers);
 }
@@ -236,7 +235,7 @@ gpu::Error Run(const Params& p, const Scratch& scratch, void* stream) {
         break;
       case Step::kHopperPrefill:
         error = Start(hopper->kernel, launch, device, stream, p, scratch, launch.lengths,
-                      MakePrefillMaps(p));
+                      sm90::MakeMaps(p));
         break;
       case Step::kCombine:
         error = Start(combine, launch, device, stream, p, scratch, kernels.RowsOfItems());
@@ -272,33 +271,33 @@ void AddLaunches(std::vector<KernelLaunch>* launches) {
   for (const int64_t max_query_len : {0, 1}) {  // any query length, and one query token
     p.max_query_len = max_query_len;
     const auto tensor_core = [&](auto head_size) {
-      const auto attention = TensorCoreKernelOf<SomeQuery, C, head_size>(p);
+      const auto attention = portable::KernelOf<SomeQuery, C, head_size>(p);
       return std::pair(attention.kernel, attention.variant);
     };
-    AddLaunches<C>("TensorCoreAttention", TensorCoreHeadSizes<C>(), tensor_core, launches);
+    AddLaunches<C>("TensorCoreAttention", portable::HeadSizes<C>(), tensor_core, launches);
   }
   for (const int shared_bytes : {0, kWideTileBytes}) {  // KV tiles of 32 and of 64 positions
     const gpu::Device device{0, 0, 80, shared_bytes};
     const auto long_queries = [&](auto head_size) {
-      const auto attention = TensorCorePrefillOf<SomeQuery, C, head_size>(device);
+      const auto attention = portable::PrefillKernelOf<SomeQuery, C, head_size>(device);
       return std::pair(attention.kernel, attention.variant);
     };
-    AddLaunches<C>("TensorCorePrefill", TensorCoreHeadSizes<C>(), long_queries, launches);
+    AddLaunches<C>("TensorCorePrefill", portable::HeadSizes<C>(), long_queries, launches);
   }
   const auto add_decode = [&](auto kib) {
     const auto decode = [&](auto head_size) {
-      return std::pair(DecodeKernelOf<SomeQuery, C, head_size, kib>(p).kernel, kib());
+      return std::pair(decode::KernelOf<SomeQuery, C, head_size, kib>(p).kernel, kib());
     };
-    AddLaunches<C>("DecodeAttention", DecodeHeadSizes<C>(), decode, launches);
+    AddLaunches<C>("DecodeAttention", decode::HeadSizes<C>(), decode, launches);
   };
-  add_decode(std::integral_constant<int, kAnyMultiprocessor>());
+  add_decode(std::integral_constant<int, decode::kAnyMultiprocessor>());
 #ifdef XLA_GPU_HAS_HOPPER_KERNELS
-  add_decode(std::integral_constant<int, kLargeMultiprocessor>());
+  add_decode(std::integral_constant<int, decode::kLargeMultiprocessor>());
 #endif
   const auto prefill = [&](auto head_size) {
-    return std::pair(PrefillKernelOf<SomeQuery, C, head_size>(p).kernel, 0);
+    return std::pair(sm90::KernelOf<SomeQuery, C, head_size>(p).kernel, 0);
   };
-  AddLaunches<C>("PrefillAttention", PrefillHeadSizes<C>(), prefill, launches);
+  AddLaunches<C>("PrefillAttention", sm90::HeadSizes<C>(), prefill, launches);
 }
 
 }  // namespace
@@ -332,7 +331,7 @@ std::vector<std::string> CudaKernelsInUse() {
   gpu::Device device;
   if (gpu::Device::Current(&device)) return {};
   std::vector<std::string> kernels;
-  if (DecodeHeadSizes<SomeQuery>::size() > 0) kernels.emplace_back("decode");
+  if (decode::HeadSizes<SomeQuery>::size() > 0) kernels.emplace_back("decode");
   if (UsesHopperKernels(device)) kernels.emplace_back("prefill");
   kernels.emplace_back(kPortable);
   return kernels;

@@ -113,7 +113,8 @@ __device__ inline int32_t HeadsAtOnce(const Params& p, const Sequence& sequence)
   const int64_t columns = in_loop(p.head_size) + (p.is_latent ? 0 : in_loop(p.value_head_size));
   const int64_t bytes = sequence.context_len * columns * SizeOf(in_loop(p.cache_dtype));
   auto heads = static_cast<int32_t>(p.num_kv_heads);
-  while (heads > 1 && heads * bytes > kBytesAtOnce && p.sliding_window == 0) heads = (heads + 1) / 2;
+  while (heads > 1 && heads * bytes > kBytesAtOnce && p.sliding_window == 0)
+    heads = (heads + 1) / 2;
   return heads;
 }
 

@@ -2,22 +2,21 @@
 #include "../kernels.cuh"
 #include "kernel.cuh"
 
-namespace xla_gpu::paged_attention {
+namespace xla_gpu::paged_attention::decode {
 
 template <>
-DecodeKernel DecodeKernelOf<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE, XLA_GPU_KIB>(
-    const Params& p) {
+Kernel KernelOf<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE, XLA_GPU_KIB>(const Params& p) {
   using T = XLA_GPU_STORAGE;
   using C = XLA_GPU_CACHE;
-  const DecodeNumbers numbers(p, kDecodeRows, 16 / static_cast<int64_t>(sizeof(C)));
+  const Numbers numbers(p, kItemRows, 16 / static_cast<int64_t>(sizeof(C)));
   auto* kernel = DecodeAttention<T, C, XLA_GPU_HEAD_SIZE, XLA_GPU_KIB, false, false>;
   if (IsPlain(p, numbers)) {
-    kernel = numbers.PartsAreInBlocks()
+    kernel = numbers.StripsAreInBlocks()
                  ? DecodeAttention<T, C, XLA_GPU_HEAD_SIZE, XLA_GPU_KIB, true, true>
                  : DecodeAttention<T, C, XLA_GPU_HEAD_SIZE, XLA_GPU_KIB, true, false>;
   }
-  constexpr int kBytes = sizeof(DecodeShared<T, C, XLA_GPU_HEAD_SIZE, XLA_GPU_KIB>);
-  return {{kernel, kDecodeThreads, kBytes}, numbers};
+  constexpr int kBytes = sizeof(Shared<T, C, XLA_GPU_HEAD_SIZE, XLA_GPU_KIB>);
+  return {{kernel, kBlockThreads, kBytes}, numbers};
 }
 
-}  // namespace xla_gpu::paged_attention
+}  // namespace xla_gpu::paged_attention::decode

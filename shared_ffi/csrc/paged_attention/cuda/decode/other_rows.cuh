@@ -6,14 +6,14 @@
 #include "../state.cuh"
 #include "schedule.cuh"
 
-namespace xla_gpu::paged_attention {
+namespace xla_gpu::paged_attention::decode {
 
 // All consumer warps of all thread blocks write a share. Each warp reads the lengths, 32 sequences
 // at a time. T: type of the output.
 template <typename T>
-class DecodeOtherRows {
+class OtherRows {
  public:
-  __device__ DecodeOtherRows(const Params& p, const DecodeNumbers& numbers)
+  __device__ OtherRows(const Params& p, const Numbers& numbers)
       : p_(p), numbers_(numbers), lane_(threadIdx.x % gpu::kWarpSize) {}
 
   // All lanes of a warp call it. The code that writes rows is there once.
@@ -22,7 +22,7 @@ class DecodeOtherRows {
     // A sequence without a valid range of tokens ends the batch.
     bool is_broken = num_seqs < 0 || num_seqs > numbers_.max_seqs;
     if (is_broken) num_seqs = 0;
-    DecodeLengths lengths;
+    Lengths lengths;
     uint32_t others = 0;  // the lanes of this window whose sequences have no items
     int32_t window = 0, batch_end = 0;
     bool is_end = false;
@@ -37,7 +37,7 @@ class DecodeOtherRows {
         end = gpu::Shuffle(lengths.next_token, lane);
         kind = gpu::Shuffle(lengths.AreLegal(numbers_), lane) ? kNothing : kFaulty;
       } else if (window < num_seqs && !is_broken) {
-        lengths = DecodeLengths(p_, numbers_, window + lane_);
+        lengths = Lengths(p_, numbers_, window + lane_);
         int count = min(gpu::kWarpSize, num_seqs - window);
         const uint32_t broken = gpu::LanesWith(lane_ < count && !lengths.HasRows(numbers_));
         is_broken = broken != 0;
@@ -84,8 +84,8 @@ class DecodeOtherRows {
   }
 
   const Params& p_;
-  const DecodeNumbers& numbers_;
+  const Numbers& numbers_;
   const int lane_;
 };
 
-}  // namespace xla_gpu::paged_attention
+}  // namespace xla_gpu::paged_attention::decode

@@ -6,7 +6,7 @@
 #include "../softmax.cuh"
 #include "shared.cuh"
 
-namespace xla_gpu::paged_attention {
+namespace xla_gpu::paged_attention::sm90 {
 
 // Transposes four words of four adjacent lanes: lane l gets the words l % 4 of all four.
 __device__ __forceinline__ void TransposeInQuads(uint32_t (&words)[4]) {
@@ -25,8 +25,8 @@ __device__ __forceinline__ void TransposeInQuads(uint32_t (&words)[4]) {
 
 // Computes a consumer's rows of one work item.
 template <typename T, typename C, int kHeadSize>
-class PrefillConsumer {
-  using Shared = PrefillShared<T, C, kHeadSize>;
+class Consumer {
+  using Shared = sm90::Shared<T, C, kHeadSize>;
   using QueryRows = typename Shared::QueryRows;
   using CacheRows = typename Shared::CacheRows;
   using Element = typename Shared::Element;
@@ -37,8 +37,8 @@ class PrefillConsumer {
   static constexpr bool kSeldomBegins = !kIs8Bit<C> || kHeadSize == 64;  // of Softmax::ToLogits
 
  public:
-  __device__ PrefillConsumer(const Params& p, const Scratch& scratch, const PrefillWork& work,
-                             int consumer, const PrefillMaps& maps, Shared* shared)
+  __device__ Consumer(const Params& p, const Scratch& scratch, const Work& work, int consumer,
+                      const Maps& maps, Shared* shared)
       : p_(p),
         scratch_(scratch),
         maps_(maps),
@@ -426,7 +426,7 @@ class PrefillConsumer {
     uint64_t query;
     uint64_t keys;
 
-    __device__ __forceinline__ Starts(const PrefillConsumer& consumer, TileState stage)
+    __device__ __forceinline__ Starts(const Consumer& consumer, TileState stage)
         : query(QueryRows::Descriptor(gpu::Uniform(consumer.query_start_))),
           keys(CacheRows::Descriptor(
               gpu::Uniform(consumer.keys_start_ + stage.index * CacheRows::kUnits))) {}
@@ -735,10 +735,10 @@ class PrefillConsumer {
 
   const Params& p_;
   const Scratch& scratch_;
-  const PrefillMaps& maps_;
+  const Maps& maps_;
   const Item& item_;
   const Item& rows_;  // the consumer's
-  const PrefillWork& work_;
+  const Work& work_;
   Shared& shared_;
   const int consumer_;
   // Keeps what is the same for a warp in a register: ptxas would compute it in each turn. With a
@@ -756,4 +756,4 @@ class PrefillConsumer {
   float sums_[kHeadSize / 8][4] = {};  // laid out as logits, with columns in place of positions
 };
 
-}  // namespace xla_gpu::paged_attention
+}  // namespace xla_gpu::paged_attention::sm90

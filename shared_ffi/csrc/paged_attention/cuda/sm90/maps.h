@@ -7,7 +7,7 @@
 
 #include "../heuristics.h"
 
-namespace xla_gpu::paged_attention {
+namespace xla_gpu::paged_attention::sm90 {
 
 // A box has 64 columns of 16 bits, which is the span of the swizzle, of these positions of one
 // block and kv head.
@@ -15,14 +15,14 @@ inline constexpr int kBoxColumns = 64;
 
 // Parameters of the kernel, so that captured graphs keep them. Dimensions from the innermost:
 // column, position in the block, kv head, block. What lies outside is zero in a copy.
-struct PrefillMaps {
+struct Maps {
   CUtensorMap keys = {};
   CUtensorMap values = {};
   bool exist = false;
 };
 
 // The maps of a cache of 16 bits. None where the driver has none for these strides, or knows none.
-inline PrefillMaps MakePrefillMaps(const Params& p) {
+inline Maps MakeMaps(const Params& p) {
   static const auto encode = []() -> decltype(&cuTensorMapEncodeTiled) {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
@@ -32,7 +32,7 @@ inline PrefillMaps MakePrefillMaps(const Params& p) {
     if (status != cudaSuccess || found != cudaDriverEntryPointSuccess) return nullptr;
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
   }();
-  PrefillMaps maps;
+  Maps maps;
   if (encode == nullptr || !TakesBoxes(p)) return maps;
   const auto make = [&](CUtensorMap* map, void* cache, int64_t columns, const auto& of_strides) {
     const cuuint64_t sizes[] = {
@@ -54,4 +54,4 @@ inline PrefillMaps MakePrefillMaps(const Params& p) {
   return maps;
 }
 
-}  // namespace xla_gpu::paged_attention
+}  // namespace xla_gpu::paged_attention::sm90
