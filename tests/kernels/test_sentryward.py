@@ -147,7 +147,7 @@ MUTANTS = [
         "decode",
         "«shared_.tiles_barriers.WaitFilled(stage);» if (warp_ == 0) gpu::Stamp(gpu::Moment::kFirstTile",
     ),
-    ("decode", "«if (part == 0) shared_.tiles_barriers.WaitFreed(stage);» C* to"),
+    ("decode", "«if (strip == 0) shared_.tiles_barriers.WaitFreed(stage);» C* to"),
     (
         "decode",
         "«gpu::SyncThreads(kConsumersBarrier, kThreads);» float weights[kBlocks][4];",

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "../../gpu/device.cuh"
-#include "heuristics.h"
+#include "limits.h"
 
 namespace xla_gpu::paged_attention {
 

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "../../gpu/launch.cuh"
+#include "choice.h"
 #include "cuda_build.h"  // CMake writes it
 #include "decode/numbers.h"
 #include "scratch.h"

@@ -262,7 +262,7 @@ __device__ __forceinline__ void WriteRow(const Params& p, int64_t token, int64_t
                                          const LaneColumns& columns, bool attends,
                                          const PartOfRow<kColumns>& row) {
   const WithSink whole(SinkOf(p, head), row.state);
-  const float weight = whole.weight / DivisorOf(attends, whole.state.sum);
+  const float weight = whole.weight / NonZeroSum(attends, whole.state.sum);
   PartOfRow<kColumns> divided;
 #pragma unroll
   for (int g = 0; g < row.kGroups; ++g) {
@@ -319,7 +319,7 @@ struct FinishedRow {
     float divisor = 1;
     if (is_whole) {
       const RowRange range = RowRange::OfToken(p, item, place.token);
-      divisor = DivisorOf(range.begin < range.end, finished.state.sum);
+      divisor = NonZeroSum(range.begin < range.end, finished.state.sum);
       number = token * p.num_heads + place.head;
       WriteLse(p, token, place.head, finished.state);
     } else {

@@ -3,6 +3,7 @@
 // run.cu launches what is planned.
 #pragma once
 
+#include "../../gpu/lab.h"
 #include "decode/numbers.h"
 
 namespace xla_gpu::paged_attention {

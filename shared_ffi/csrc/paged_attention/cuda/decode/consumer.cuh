@@ -199,15 +199,15 @@ class Consumer {
   __device__ __forceinline__ void TakeTurn(const Item& item, const CommonRange& common,
                                            const Query* query, int32_t begin, int32_t end,
                                            Softmax* softmax, Products* leaf) {
-    const int num_parts = static_cast<unsigned>(end - begin + kStrip - 1) / kStrip;
-    constexpr int kPartsOfTile = kTile / kStrip;
+    const int num_strips = static_cast<unsigned>(end - begin + kStrip - 1) / kStrip;
+    constexpr int kStripsOfTile = kTile / kStrip;
     auto& exchanged = shared_.logits[turn_];
     turn_ ^= 1;
     {
       float own[2][4];
-      if (warp_ < num_parts) {
-        const TileState stage = StageOf(warp_ / kPartsOfTile);
-        const int first = warp_ % kPartsOfTile * kStrip;
+      if (warp_ < num_strips) {
+        const TileState stage = StageOf(warp_ / kStripsOfTile);
+        const int first = warp_ % kStripsOfTile * kStrip;
         const int32_t position = begin + warp_ * kStrip;
         shared_.tiles_barriers.WaitFilled(stage);
         if (warp_ == 0) gpu::Stamp(gpu::Moment::kFirstTile, /*first_counts=*/true);
@@ -253,27 +253,27 @@ class Consumer {
     if constexpr (!kIsInteger<C>) {
       if (common.RowsDiffer(item, begin, end)) {
         for (int n = 0; n * kStrip < end - begin; ++n) {
-          SetAsideNonFinite(*softmax, begin + n * kStrip, StageOf(n / kPartsOfTile),
-                            n % kPartsOfTile * kStrip, leaf);
+          SetAsideNonFinite(*softmax, begin + n * kStrip, StageOf(n / kStripsOfTile),
+                            n % kStripsOfTile * kStrip, leaf);
         }
       }
     }
 #pragma unroll
     for (int n = 0; n < kWarps; ++n) {
-      if (n >= num_parts) break;
+      if (n >= num_strips) break;
       if (n == 2 && gpu::AnyInWarp((drops[0] | drops[1]) > 0xff)) Shrink(drops, 1, leaf);
-      const TileState stage = StageOf(n / kPartsOfTile);
-      const int first = n % kPartsOfTile * kStrip;
-      auto& of_part = *reinterpret_cast<float(*)[2][4]>(&weights[2 * n]);
+      const TileState stage = StageOf(n / kStripsOfTile);
+      const int first = n % kStripsOfTile * kStrip;
+      auto& of_strip = *reinterpret_cast<float(*)[2][4]>(&weights[2 * n]);
       if (kIs8Bit<C> && !scales_are_uniform_) {
-        Products::ScaleWeights(shared_.scales[stage.index] + first, of_part);
-        leaf->template AddValues<BFloat16>(ValuesOf(stage), first, of_part);
+        Products::ScaleWeights(shared_.scales[stage.index] + first, of_strip);
+        leaf->template AddValues<BFloat16>(ValuesOf(stage), first, of_strip);
       } else {
-        leaf->template AddValues<Query>(ValuesOf(stage), first, of_part);
+        leaf->template AddValues<Query>(ValuesOf(stage), first, of_strip);
       }
-      if (first + kStrip == kTile || n + 1 == num_parts) shared_.tiles_barriers.Free(stage);
+      if (first + kStrip == kTile || n + 1 == num_strips) shared_.tiles_barriers.Free(stage);
     }
-    tiles_ = StageOf((num_parts + kPartsOfTile - 1) / kPartsOfTile);
+    tiles_ = StageOf((num_strips + kStripsOfTile - 1) / kStripsOfTile);
   }
 
   // The warp's columns of V of a tile.
@@ -373,7 +373,7 @@ class Consumer {
     const RowState state = {found.max == kNoReference ? -kInfinity : found.max, found.sum};
     const WithSink finished(SinkOf(p_, of_row.head), state);
     const bool attends = p_.Attends(work.item.Tokens(), of_row.token);
-    float factor = finished.weight / DivisorOf(attends, finished.state.sum);
+    float factor = finished.weight / NonZeroSum(attends, finished.state.sum);
     // Without keys the scale may be NaN.
     if (kIs8Bit<C> && state.sum != 0) factor *= work.v_scale;
     if (writes) WriteLse(p_, work.split.first_token + of_row.token, of_row.head, finished.state);

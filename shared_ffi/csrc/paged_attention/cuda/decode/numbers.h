@@ -11,7 +11,7 @@ inline constexpr int kTilePositions = kIs8Bit<C> ? 32 : 16;
 // The largest of them, and a block of the softmax: where the positions of a sequence begin to
 // count.
 inline constexpr int kWidestTile = 32;
-// Positions of a part of a KV tile. Where blocks are whole parts, each part lies in one block.
+// Positions of a strip of a KV tile. Where blocks are whole strips, each strip lies in one block.
 inline constexpr int kStrip = 16;
 
 // The shared memory of a multiprocessor, in KiB, that a decode kernel is made for. What every GPU
@@ -36,7 +36,7 @@ struct Numbers {
   static constexpr int32_t kNoWindow = kMaxContextLen;  // positions are at least -kItemRows
 
   Divisor block_size;
-  Divisor strips_of_block;  // where each part of a tile lies in one block
+  Divisor strips_of_block;  // where each strip of a tile lies in one block
   int32_t num_tokens;
   int32_t max_seqs;
   int32_t capacity;
@@ -85,7 +85,7 @@ struct Numbers {
               static_cast<int32_t>(p.is_latent ? 0 : p.value_head_size / chunk)};
   }
 
-  // Whether each part of a KV tile lies in one block. The positions of 32 larger blocks, after any
+  // Whether each strip of a KV tile lies in one block. The positions of 32 larger blocks, after any
   // other, would not have 32 bits.
   bool StripsAreInBlocks() const {
     return block_size.number % kStrip == 0 && block_size.number <= 1 << 26;

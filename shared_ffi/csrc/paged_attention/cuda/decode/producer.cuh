@@ -15,7 +15,7 @@ class Producer {
   using TileState = typename Shared::TileState;
   using ItemState = typename Shared::ItemState;
   static constexpr int kTile = Shared::kTile;
-  static constexpr int kParts = kTile / kStrip;
+  static constexpr int kStrips = kTile / kStrip;
 
  public:
   __device__ Producer(const Params& p, const Numbers& numbers, bool copies_keys, Shared* shared)
@@ -102,10 +102,10 @@ class Producer {
     return item.kv_head * numbers_.group + row - token * numbers_.group;
   }
 
-  // The block ids of a part of a work item, of which each lane holds a few. They are on their way
-  // while the tiles of the part before are copied; nothing may use them in that loop.
+  // The block ids of some tiles of a work item, of which each lane holds a few. They are on their
+  // way while the tiles before these are copied; nothing may use them in that loop.
   //
-  // Where each part of a tile lies in one block, lane l has the id of the l-th block from the
+  // Where each strip of a tile lies in one block, lane l has the id of the l-th block from the
   // tile's on. Elsewhere it has those of every 32nd position from position l on, or from RowOfLane
   // on where a tile has so many.
   static constexpr int kIds = kStripsAreInBlocks ? 1 : 2;
@@ -117,7 +117,7 @@ class Producer {
         reinterpret_cast<const char*>(p_.block_tables) +
         static_cast<uint32_t>(sequence) * uint64_t{numbers_.table_bytes});
     if constexpr (kStripsAreInBlocks) {
-      first_block_ = numbers_.strips_of_block.Quotient(tile * kParts);
+      first_block_ = numbers_.strips_of_block.Quotient(tile * kStrips);
       const uint32_t block = first_block_ + lane_;
       const bool is_in = block * numbers_.block_size.number < static_cast<uint32_t>(end);
       if (is_in) ids_[0] = table[block];
@@ -148,15 +148,16 @@ class Producer {
 #pragma unroll
       for (int i = 0; i < kIds; ++i) ids[i] = ids_[i];
       if constexpr (kStripsAreInBlocks) {
-        end = TilesTo<kParts>((first_block + gpu::kWarpSize) * numbers_.strips_of_block.number);
+        end = TilesTo<kStrips>((first_block + gpu::kWarpSize) * numbers_.strips_of_block.number);
       }
       const bool is_end = end >= end_tile;
       if (is_end) end = end_tile;
       LoadIds(is_end ? next.sequence : work.sequence, is_end ? next.end : work.end,
               is_end ? next_tile : end);
       if constexpr (kStripsAreInBlocks) {
-        CopyTilesOfParts(work, ids[0],
-                         tile * kParts - first_block * numbers_.strips_of_block.number, tile, end);
+        CopyTilesOfStrips(work, ids[0],
+                          tile * kStrips - first_block * numbers_.strips_of_block.number, tile,
+                          end);
       } else {
         CopyOtherTiles(work, ids, tile, end);
       }
@@ -199,11 +200,11 @@ class Producer {
     return gpu::Opaque(static_cast<const char*>(cache_.first) + (first + lane_ % kChunks) * 16);
   }
 
-  // Copies tiles [tile, end), one at least, each part of which lies in one block. Rows and columns
-  // out of range are filled with zeros. `id`: of the first part's block and those after it, in the
+  // Copies tiles [tile, end), one at least, each strip of which lies in one block. Rows and columns
+  // out of range are filled with zeros. `id`: of the first strip's block and those after it, in the
   // lanes.
-  __device__ void CopyTilesOfParts(const Split& work, int32_t id, int32_t part_in_block,
-                                   int32_t tile, int32_t end) {
+  __device__ void CopyTilesOfStrips(const Split& work, int32_t id, int32_t strip_in_block,
+                                    int32_t tile, int32_t end) {
     const char* from = FirstChunk(work);
     const int first_row = lane_ / kChunks;
     const auto count = static_cast<uint32_t>(work.end - work.begin);
@@ -214,36 +215,36 @@ class Producer {
       const TileState stage = next_stage_;
       next_stage_ = stage.Next();
       const uint32_t after_begin = tile * kTile + first_row - work.begin;
-      int32_t blocks[kParts];  // of the parts
-      int32_t begins[kParts];  // in the block
+      int32_t blocks[kStrips];  // of the strips
+      int32_t begins[kStrips];  // in the block
       bool is_bad = false;
 #pragma unroll
-      for (int part = 0; part < kParts; ++part) {
-        const int32_t block = blocks[part] = gpu::Shuffle(id, lane);
-        begins[part] = part_in_block * kStrip;
+      for (int strip = 0; strip < kStrips; ++strip) {
+        const int32_t block = blocks[strip] = gpu::Shuffle(id, lane);
+        begins[strip] = strip_in_block * kStrip;
         const uint32_t chunks = static_cast<uint32_t>(block) * cache_.block +
-                                (begins[part] + first_row) * cache_.position;
+                                (begins[strip] + first_row) * cache_.position;
         const char* row_from = from + uint64_t{chunks} * 16;
         const bool exists = HasChunk() && IsBlock(block);
-        if (part == 0) shared_.tiles_barriers.WaitFreed(stage);
+        if (strip == 0) shared_.tiles_barriers.WaitFreed(stage);
         C* to = RowsOf(stage);
 #pragma unroll
-        for (int row = part * kStrip; row < (part + 1) * kStrip; row += kRowsAtOnce) {
+        for (int row = strip * kStrip; row < (strip + 1) * kStrip; row += kRowsAtOnce) {
           gpu::CopyAsync16(to + CacheRows::Offset(row, 0), row_from,
                            exists && after_begin + row < count);
           row_from += step;
         }
-        const int32_t begin = tile * kTile + part * kStrip, end_of_part = begin + kStrip;
-        const bool is_needed = begin < work.end && work.begin < end_of_part;
+        const int32_t begin = tile * kTile + strip * kStrip, end_of_strip = begin + kStrip;
+        const bool is_needed = begin < work.end && work.begin < end_of_strip;
         is_bad |= is_needed && !IsBlock(block);  // some tables end with the last position
-        if (++part_in_block == numbers_.strips_of_block.number) {
-          part_in_block = 0;
+        if (++strip_in_block == numbers_.strips_of_block.number) {
+          strip_in_block = 0;
           ++lane;
         }
       }
       if (kIs8Bit<C> && copies_keys_) {
-        const int row = lane_ % kTile, part = row / kStrip;
-        const int32_t block = blocks[part], offset = begins[part] + row % kStrip;
+        const int row = lane_ % kTile, strip = row / kStrip;
+        const int32_t block = blocks[strip], offset = begins[strip] + row % kStrip;
         const bool exists = IsBlock(block) && work.IsIn(tile * kTile + row);
         WriteScales(work, exists, block, offset, row, stage);
       }

@@ -159,7 +159,7 @@ class Schedule {
     if (broken != 0) num_seqs_ = gpu::FirstOf(broken);
     Count total;
     while (true) {
-      CountWindow();
+      CountSection();
       total = {gpu::Shuffle(ends_.tiles, gpu::kWarpSize - 1),
                gpu::Shuffle(ends_.slots, gpu::kWarpSize - 1)};
       if (num_seqs_ > gpu::kWarpSize) total = CountAll();
@@ -189,7 +189,7 @@ class Schedule {
       work->end = 0;  // the rest is never used
       return;
     }
-    work->sequence = window_ + place_;
+    work->sequence = section_ + place_;
     work->kv_head = kv_head_;
     work->first_token = first_token_;
     work->q_len = q_len_;
@@ -264,9 +264,9 @@ class Schedule {
   }
 
   // Counts the sequences whose lengths the lanes have.
-  __device__ void CountWindow() {
+  __device__ void CountSection() {
     own_ = {0, 0};
-    if (window_ + lane_ < num_seqs_) own_ = CountOf(lengths_, &begin_of_lane_);
+    if (section_ + lane_ < num_seqs_) own_ = CountOf(lengths_, &begin_of_lane_);
     ends_ = own_;
     const int lane = gpu::Opaque(lane_);  // else comparisons with it are kept in all predicates
 #pragma unroll
@@ -276,10 +276,10 @@ class Schedule {
     }
   }
 
-  __device__ void LoadWindow(int32_t window) {
-    window_ = window;
-    lengths_ = Lengths(p_, numbers_, window + lane_);
-    CountWindow();
+  __device__ void LoadSection(int32_t section) {
+    section_ = section;
+    lengths_ = Lengths(p_, numbers_, section + lane_);
+    CountSection();
   }
 
   // Counts all sequences. A sequence without a valid range ends the batch.
@@ -329,11 +329,11 @@ class Schedule {
       if (passed < gpu::kWarpSize) break;
       at_ -= gpu::Shuffle(ends_.tiles, gpu::kWarpSize - 1) * heads;
       slots_before_ += gpu::Shuffle(ends_.slots, gpu::kWarpSize - 1);
-      if (window_ + gpu::kWarpSize >= num_seqs_) {  // the lengths have changed since
+      if (section_ + gpu::kWarpSize >= num_seqs_) {  // the lengths have changed since
         left_ = 0;
         return;
       }
-      LoadWindow(window_ + gpu::kWarpSize);
+      LoadSection(section_ + gpu::kWarpSize);
     }
     TakeSequence(passed);
     const Place after_begin = at_ - (gpu::Shuffle(ends_.tiles, passed) - num_tiles_) * heads;
@@ -376,20 +376,20 @@ class Schedule {
   const int lane_;
   Unit unit_ = Unit::kLeaf;  // of the batch
   int32_t num_seqs_;
-  int32_t window_ = 0;      // the first sequence whose lengths the lanes have
+  int32_t section_ = 0;     // the first sequence whose lengths the lanes have
   Lengths lengths_;         // of the lane's sequence
   Count own_;               // of that, for each of its kv heads
   int32_t begin_of_lane_;   // its first position that counts
-  Count ends_;              // the counts of the window up to this lane
-  Place slots_before_ = 0;  // of the windows before
-  Place at_;                // the block's place, in tiles of all kv heads from the window on
+  Count ends_;              // the counts of the section up to this lane
+  Place slots_before_ = 0;  // of the sections before
+  Place at_;                // the block's place, in tiles of all kv heads from the section on
   Place left_;              // tiles of the block's share
 
   int32_t kv_head_;  // of the next split. numbers.num_kv_heads: one of the next sequence
 
   // The next split. TakeSequence and GoTo set it, and nothing before: that costs instructions.
   int32_t from_;
-  int place_;  // of its sequence in the window
+  int place_;  // of its sequence in the section
   int32_t first_token_;
   int32_t q_len_;
   int32_t context_len_;

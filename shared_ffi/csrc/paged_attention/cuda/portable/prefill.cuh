@@ -11,6 +11,7 @@
 // turns the logits of one group after the other into weights: there are registers for one.
 #pragma once
 
+#include "../choice.h"
 #include "../products.cuh"
 #include "../slot.cuh"
 #include "warp_rows.cuh"

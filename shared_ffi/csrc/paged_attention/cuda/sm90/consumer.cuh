@@ -449,8 +449,8 @@ class Consumer {
     gpu::FenceProducts(logits);
 #pragma unroll
     for (int column = 0; column < kHeadSize; column += 16) {
-      gpu::StartProduct(logits, QueryRows::Columns(starts.query, column, gridDim.y),
-                        CacheRows::Columns(starts.keys, column, gridDim.z),
+      gpu::StartProduct(logits, QueryRows::Columns(starts.query, column, gpu::One<0>()),
+                        CacheRows::Columns(starts.keys, column, gpu::One<1>()),
                         /*accumulates=*/column > 0, Element{});
     }
     gpu::CommitProducts();
@@ -481,8 +481,8 @@ class Consumer {
       for (int column = 0; column < kHeadSize; column += kColumns) {
         auto& sums = *reinterpret_cast<float(*)[kColumns / 8][4]>(sums_ + column / 8);
         gpu::StartProductTransposed(
-            sums, weights[step], CacheRows::Rows(starts.keys, behind, step * 16, column, gridDim.z),
-            Element{});
+            sums, weights[step],
+            CacheRows::Rows(starts.keys, behind, step * 16, column, gpu::One<1>()), Element{});
       }
     }
     gpu::CommitProducts();
@@ -690,7 +690,7 @@ class Consumer {
       const WithSink finished(SinkOf(p_, place.head), state);
       const RowRange& range = softmax_.Range(r);
       const bool attends = range.begin < range.end;
-      factor = finished.weight / DivisorOf(attends, finished.state.sum);
+      factor = finished.weight / NonZeroSum(attends, finished.state.sum);
       if (kIs8Bit<C> && attends) factor *= work_.v_scale;
       if (Lane() % 4 == 0) {
         WriteLse(p_, item_.first_token + place.token, place.head, finished.state);

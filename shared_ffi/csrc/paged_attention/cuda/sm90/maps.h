@@ -5,7 +5,9 @@
 #include <cuda.h>
 #include <cuda_runtime.h>
 
-#include "../heuristics.h"
+#include <atomic>
+
+#include "../choice.h"
 
 namespace xla_gpu::paged_attention::sm90 {
 
@@ -21,19 +23,27 @@ struct Maps {
   bool exist = false;
 };
 
+// The driver's function that makes a map; null where it has none. It is looked up until it is
+// found.
+inline auto FindEncode() -> decltype(&cuTensorMapEncodeTiled) {
+  static std::atomic<decltype(&cuTensorMapEncodeTiled)> known{nullptr};
+  if (const auto encode = known.load()) return encode;
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
+  const cudaError_t status = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
+                                                              12000, cudaEnableDefault, &found);
+  if (status != cudaSuccess) cudaGetLastError();
+  if (status != cudaSuccess || found != cudaDriverEntryPointSuccess) return nullptr;
+  known = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
+  return known;
+}
+
 // The maps of a cache of 16 bits. None where the driver has none for these strides, or knows none.
 inline Maps MakeMaps(const Params& p) {
-  static const auto encode = []() -> decltype(&cuTensorMapEncodeTiled) {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
-    const cudaError_t status = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
-                                                                12000, cudaEnableDefault, &found);
-    if (status != cudaSuccess) cudaGetLastError();
-    if (status != cudaSuccess || found != cudaDriverEntryPointSuccess) return nullptr;
-    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
-  }();
   Maps maps;
-  if (encode == nullptr || !TakesBoxes(p)) return maps;
+  if (!TakesBoxes(p)) return maps;
+  const auto encode = FindEncode();
+  if (encode == nullptr) return maps;
   const auto make = [&](CUtensorMap* map, void* cache, int64_t columns, const auto& of_strides) {
     const cuuint64_t sizes[] = {
         static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(p.block_size),
