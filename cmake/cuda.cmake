@@ -178,10 +178,10 @@ endfunction()
 
 add_kernel_of_caches(tensor_core portable/tensor_core.cu "${ARCHITECTURES}"
                      "${XLA_GPU_HEAD_SIZES}" "${XLA_GPU_HEAD_SIZES_OF_8_BITS}" "${HEAD_SIZES_OF_4_BITS}")
-add_kernel_of_caches(decode decode/decode.cu "${ARCHITECTURES}"
+add_kernel_of_caches(decode decode/kernel.cu "${ARCHITECTURES}"
                      "${DECODE_HEAD_SIZES}" "${DECODE_HEAD_SIZES_OF_8_BITS}" "" XLA_GPU_KIB=kAnyMultiprocessor)
 if(ARCHITECTURES MATCHES "90a")  # the same with more shared memory
-  add_kernel_of_caches(large_decode decode/decode.cu 90a-real
+  add_kernel_of_caches(large_decode decode/kernel.cu 90a-real
                        "${DECODE_HEAD_SIZES}" "${DECODE_HEAD_SIZES_OF_8_BITS}" "" XLA_GPU_KIB=kLargeMultiprocessor)
 endif()
 add_kernel_of_caches(prefill sm90/prefill.cu 90a-real "${PREFILL_HEAD_SIZES}" "${PREFILL_HEAD_SIZES_OF_8_BITS}" "")

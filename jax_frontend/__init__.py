@@ -19,11 +19,11 @@ from jax_frontend.batch import (
     pad_batch,
     slot_mapping,
 )
-from jax_frontend.compat._ragged_v2 import ragged_paged_attention
-from jax_frontend.compat._ragged_v3 import (
+from jax_frontend.compat.tpu_inference import (
     ragged_paged_attention_hd64,
     ragged_paged_attention_v3,
 )
+from jax_frontend.compat.tpu_inference import ragged_paged_attention_v2 as ragged_paged_attention
 from jax_frontend.kv_cache_update import kv_cache_update
 from jax_frontend.merge_attention import merge_attention
 from jax_frontend.paged_attention import paged_attention

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import lru_cache, partial, wraps
 from operator import attrgetter
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, get_args, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +30,8 @@ Returned = TypeVar("Returned")
 
 
 def _int32(array: jax.Array) -> jax.Array:
-    """A number beyond int32 becomes the int32 that is nearest to it, which is out of every range as
-    well."""
+    """Integers of 32 or 64 bits. One beyond int32 becomes the int32 that is nearest to it, which is
+    out of every range as well."""
     if array.dtype != jnp.int64:
         return array
     limits = jnp.iinfo(jnp.int32)
@@ -47,55 +47,58 @@ def _float32(array: jax.Array) -> jax.Array:
     return array.astype(jnp.float32) if array.dtype == jnp.float64 else array
 
 
-_CONVERSIONS = {"int32": _int32, "words": _words, "float32": _float32}
-"""What becomes of arrays that may have 64 bits under ``jax_enable_x64``."""
-
-
-_FLAGS = "bool | jax.Array"
-
-
 @lru_cache(maxsize=64)
-def _arrays_of(
-    function: Callable[..., Any], **kinds: Sequence[str]
-) -> list[tuple[str, str, Callable[[jax.Array], jax.Array]]]:
-    """The arguments that are arrays: name, annotation, conversion."""
-    conversions = {name: _CONVERSIONS[kind] for kind, names in kinds.items() for name in names}
-    annotations = function.__annotations__
-    arrays = {name: x for name, x in annotations.items() if "jax.Array" in x and name != "return"}
-    return [(name, x, conversions.get(name, lambda array: array)) for name, x in arrays.items()]
+def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+    return get_type_hints(function)
+
+
+def _may_be_none(hint: Any) -> bool:
+    return type(None) in get_args(hint)
 
 
 class Arrays:
-    """The arrays of a call by name."""
+    """Reads the arrays of a call for its check, and keeps them by name. Each of its functions for
+    that takes arrays by name, and returns the shape and dtype of each.
 
-    def __init__(self, op: str) -> None:
+    Args:
+        op: the public function, for messages.
+        check: its type hints say which arrays may be None, and which a bool.
+    """
+
+    def __init__(self, op: str, check: Callable[..., Any]) -> None:
         self._op = op
+        self._hints = _hints(check)
         self._arrays: dict[str, jax.Array] = {}
 
-    def read(
-        self, function: Callable[..., Any], given: Mapping[str, Any], **kinds: Sequence[str]
+    def read(self, **arrays: Any) -> dict[str, Any]:
+        """Reads arrays of any dtype."""
+        return self._read(arrays, lambda array: array)
+
+    def int32(self, **arrays: Any) -> dict[str, Any]:
+        """Reads integers."""
+        return self._read(arrays, _int32)
+
+    def words(self, **arrays: Any) -> dict[str, Any]:
+        """Reads words of 32 bits."""
+        return self._read(arrays, _words)
+
+    def float32(self, **arrays: Any) -> dict[str, Any]:
+        """Reads floating-point numbers."""
+        return self._read(arrays, _float32)
+
+    def _read(
+        self, arrays: Mapping[str, Any], convert: Callable[[jax.Array], jax.Array]
     ) -> dict[str, Any]:
-        """Adds the arrays among the arguments of a function.
-
-        Args:
-            function: its annotations say which arguments are arrays, and which of them optional.
-            given: its arguments.
-            kinds: the names of the arrays to convert, by the kind in `_CONVERSIONS`.
-
-        Returns:
-            the arguments of the op's check: shape and dtype for each array.
-        """
-        read = dict(given)
-        for name, annotation, convert in _arrays_of(function, **kinds):
-            if annotation == _FLAGS:
-                read[name] = self._add_flags(name, read[name])
-            elif read[name] is not None or annotation == "jax.Array":
-                read[name] = self._add(name, convert(self._given(name, read[name])))
+        read: dict[str, Any] = {}
+        for name, array in arrays.items():
+            hint = self._hints.get(name, ArraySpec)
+            if bool in get_args(hint):
+                read[name] = self._add_flags(name, array)
+            elif array is None and _may_be_none(hint):
+                read[name] = None
+            else:
+                read[name] = self._add(name, convert(self._given(name, array)))
         return read
-
-    def add(self, name: str, array: Any) -> ArraySpec:
-        """Adds an array of any dtype. Returns its shape and dtype."""
-        return self._add(name, self._given(name, array))
 
     def _add_flags(self, name: str, flags: Any) -> Any:
         """Adds booleans, or integers of which only 0 stands for False. What is neither an array nor
@@ -146,9 +149,8 @@ def make(
     options: Mapping[str, Any],
 ) -> tuple[jax.Array, ...]:
     """Checks and makes a call with these arrays and other arguments."""
-    arrays = Arrays(op)
-    specs = {name: arrays.add(name, array) for name, array in operands.items()}
-    return arrays.call(check(**specs, **options))
+    arrays = Arrays(op, check)
+    return arrays.call(check(**arrays.read(**operands), **options))
 
 
 _name = lru_cache(attrgetter("name"))  # NumPy makes it of a dtype each time
@@ -187,22 +189,19 @@ def takes_arrays(
 
     def decorate(function: Callable[Parameters, Returned]) -> Callable[Parameters, Returned]:
         parameters = inspect.signature(function).parameters
-        arrays = {
-            name: x.annotation
-            for name, x in parameters.items()
-            if x.kind is x.POSITIONAL_OR_KEYWORD
-        }
+        arrays = [name for name, x in parameters.items() if x.kind is x.POSITIONAL_OR_KEYWORD]
 
         @wraps(function)
         def checked(*arguments: Parameters.args, **keywords: Parameters.kwargs) -> Returned:
             given = dict(zip(parameters, arguments, strict=False)) | keywords
-            for name, annotation in arrays.items():
+            hints = _hints(function)
+            for name in arrays:
                 if name not in given:
                     continue
-                array = given[name]
-                if array is None and not annotation.endswith("| None"):
+                array, hint = given[name], hints[name]
+                if array is None and not _may_be_none(hint):
                     raise missing_error(op, name)
-                if annotation == "jax.Array" and not hasattr(array, "shape"):
+                if hint is jax.Array and not hasattr(array, "shape"):
                     raise dtype_error(op, name, "type array", type(array).__name__)
                 check_integers_fit(op, name, array)
             return function(*arguments, **keywords)

@@ -11,7 +11,7 @@ from jax_frontend._call import Arrays
 from shared_ffi import batch
 from shared_ffi.batch import Batch, BlockPool, pad_batch
 from shared_ffi.check_batch import BatchHistory, check_batch
-from shared_ffi.paged_attention import METADATA
+from shared_ffi.paged_attention import check_metadata
 
 __all__ = ["Batch", "BatchHistory", "BlockPool", "check_batch", "pad_batch", "slot_mapping"]
 
@@ -52,10 +52,14 @@ def slot_mapping(
         ValueError: a shape is wrong, or a size is negative or beyond int32.
         TypeError: an array is None or does not hold integers, or a size is no int.
     """
-    given = dict(locals())
-    arrays = Arrays("slot_mapping")
-    read = arrays.read(slot_mapping, given, int32=METADATA)
-    batch.check_slot_mapping([read[name] for name in METADATA], block_size, num_tokens)
+    arrays = Arrays("slot_mapping", check_metadata)
+    read = arrays.int32(
+        context_lens=context_lens,
+        block_tables=block_tables,
+        query_start_loc=query_start_loc,
+        num_seqs=num_seqs,
+    )
+    batch.check_slot_mapping([*read.values()], block_size, num_tokens)
     metadata = [*arrays.by_name().values()]
     slots: jax.Array = slots_of_tokens(metadata, block_size=block_size, num_tokens=num_tokens)
     return slots

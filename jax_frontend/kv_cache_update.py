@@ -153,9 +153,22 @@ def kv_cache_update(
         Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding",
         arXiv:2104.09864. The order of ``cos_sin_cache`` is that of vLLM and FlashInfer.
     """
-    given = dict(locals())
-    arrays = _call.Arrays(op.OP)
-    float32 = ("k_scale", "v_scale", "cos_sin_cache")
-    call = op.check(**arrays.read(kv_cache_update, given, float32=float32))
+    arrays = _call.Arrays(op.OP, op.check)
+    call = op.check(
+        **arrays.read(
+            kv_cache=kv_cache,
+            key=key,
+            value=value,
+            slot_mapping=slot_mapping,
+            value_cache=value_cache,
+            k_scale_cache=k_scale_cache,
+            v_scale_cache=v_scale_cache,
+            query=query,
+            positions=positions,
+        ),
+        **arrays.float32(k_scale=k_scale, v_scale=v_scale, cos_sin_cache=cos_sin_cache),
+        kv_layout=kv_layout,
+        interleaved=interleaved,
+    )
     updated = arrays.call(call)
     return updated[0] if len(updated) == 1 else updated

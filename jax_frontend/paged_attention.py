@@ -212,16 +212,27 @@ def paged_attention(
         trees verified in one call are SpecInfer's, arXiv:2305.09781; multi-head latent attention is
         DeepSeek-V2's, arXiv:2405.04434.
     """
-    given = dict(locals()) | {"scale": number(scale)}
-    arrays = _call.Arrays(op.OP)
+    arrays = _call.Arrays(op.OP, op.check)
     call = op.check(
-        **arrays.read(
-            paged_attention,
-            given,
-            int32=(*op.METADATA, "bidirectional_ranges"),
-            words=("tree_mask",),
-            float32=("k_scale", "v_scale", "sinks", "alibi_slopes"),
-        )
+        **arrays.read(query=query, kv_cache=kv_cache, value_cache=value_cache),
+        **arrays.int32(
+            context_lens=context_lens,
+            block_tables=block_tables,
+            query_start_loc=query_start_loc,
+            num_seqs=num_seqs,
+        ),
+        **arrays.float32(k_scale=k_scale, v_scale=v_scale, sinks=sinks, alibi_slopes=alibi_slopes),
+        **arrays.words(tree_mask=tree_mask),
+        **arrays.int32(bidirectional_ranges=bidirectional_ranges),
+        **arrays.read(causal=causal),
+        scale=number(scale),
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        kv_layout=kv_layout,
+        window_right=window_right,
+        max_query_len=max_query_len,
+        value_head_size=value_head_size,
+        return_lse=return_lse,
     )
     results = arrays.call(call)
     return (results[0], results[1]) if return_lse else results[0]

@@ -22,7 +22,7 @@ def simple_add(a: jax.Array, b: jax.Array) -> jax.Array:
         ValueError: the shapes differ.
         TypeError: a dtype is not float32.
     """
-    arrays = _call.Arrays(op.OP)
-    call = op.check(arrays.add("a", a), arrays.add("b", b))
+    arrays = _call.Arrays(op.OP, op.check)
+    call = op.check(**arrays.read(a=a, b=b))
     (result,) = arrays.call(call)
     return result

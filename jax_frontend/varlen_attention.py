@@ -88,16 +88,20 @@ def varlen_attention(
     Reference:
         The backward pass of FlashAttention-2, Dao, arXiv:2307.08691.
     """
-    given = dict(locals())
-    arrays = _call.Arrays(op.OP)
-    read = arrays.read(
-        varlen_attention,
-        given,
-        int32=("query_start_loc", "num_seqs", "bidirectional_ranges", "prefix_seqs"),
-        float32=("sinks", "alibi_slopes"),
+    arrays = _call.Arrays(op.OP, op.check)
+    call = op.check(
+        **arrays.read(query=query, key=key, value=value),
+        **arrays.int32(query_start_loc=query_start_loc, num_seqs=num_seqs),
+        **arrays.float32(sinks=sinks, alibi_slopes=alibi_slopes),
+        **arrays.int32(bidirectional_ranges=bidirectional_ranges),
+        **arrays.read(causal=causal),
+        **arrays.int32(prefix_seqs=prefix_seqs),
+        scale=scale,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        window_right=window_right,
+        max_query_len=max_query_len,
     )
-    call = op.check(**read)
-    assert call.arguments is not None
     operands = arrays.by_name()
     if operands["key"].shape[1] == 1:
         own = partial(_own_kv_heads, operands["query"])
@@ -105,7 +109,7 @@ def varlen_attention(
     # Under jax.shard_map, operands vary alike before the derivative begins: JAX adds up the
     # gradients of those that devices share.
     varying = vary_alike([*operands.values()])
-    return _attend(call.arguments.options, dict(zip(operands, varying, strict=True)))
+    return _attend(call.options, dict(zip(operands, varying, strict=True)))
 
 
 def _own_kv_heads(query: jax.Array, rows: jax.Array) -> jax.Array:

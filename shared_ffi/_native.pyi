@@ -110,6 +110,20 @@ def scratch_sizes(
     sliding_window: int,
     max_query_len: int,
 ) -> ScratchSizes: ...
+def cuda_plan(
+    *,
+    num_tokens: int,
+    num_heads: int,
+    num_kv_heads: int,
+    max_seqs: int,
+    capacity: int,
+    sliding_window: int,
+    max_query_len: int,
+    has_decode: bool,
+    long_rows: int,
+    is_hopper: bool,
+    launches_early: bool,
+) -> list[tuple[str, int, int, int, bool]]: ...
 
 # In builds with the CUDA handlers.
 def cuda_kernels() -> list[tuple[str, int, int, int, int, int]]: ...

@@ -23,7 +23,7 @@ from shared_ffi.spec import (
     holds,
     numbers_of,
     on_host,
-    records_arguments,
+    records_options,
     shape_error,
     value_error,
 )
@@ -35,7 +35,7 @@ WRITTEN = ("kv_cache", "value_cache", "k_scale_cache", "v_scale_cache", "query")
 """What the op writes in place, in the order of its results."""
 
 
-@records_arguments
+@records_options
 def check(
     kv_cache: ArraySpec,
     key: ArraySpec,
@@ -131,6 +131,7 @@ def check(
     return Call(
         OP,
         TARGET,
+        check,
         names=tuple(operands.names),
         operands=tuple(operands.specs),
         results=tuple(operands.specs[operand] for operand in written),

@@ -32,7 +32,7 @@ from shared_ffi.spec import (
     is_symbol,
     numbers_of,
     on_host,
-    records_arguments,
+    records_options,
     shape_error,
     value_error,
 )
@@ -57,7 +57,7 @@ _MAX_MASK_VALUE = -1e4
 _MAX_SCALE = 2.0**126
 
 
-@records_arguments
+@records_options
 def check(
     query: ArraySpec,
     kv_cache: ArraySpec,
@@ -176,6 +176,7 @@ def check(
     return Call(
         op,
         TARGET,
+        check,
         names=tuple(operands.names),
         operands=tuple(operands.specs),
         results=tuple(results),

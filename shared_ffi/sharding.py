@@ -137,8 +137,7 @@ def result_specs(
         ValueError: an operand is sharded along a dimension that devices cannot share, or the heads
             of two operands are sharded along different axes.
     """
-    assert call.arguments is not None
-    names = call.arguments.arrays
+    names = call.names
     head_dims = call.head_dims or (None,) * (len(names) + len(call.results))
     remedy = f" ({remedy})"
     axes: Axes = ()

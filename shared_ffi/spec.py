@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -42,32 +41,6 @@ class ArraySpec(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Arguments:
-    """What an op's check is called with, by name."""
-
-    check: Callable[..., Call]
-    arrays: tuple[str, ...]
-    """In the order of the operands."""
-    options: tuple[tuple[str, Any], ...]
-    """The arguments that are no arrays."""
-
-    def as_text(self) -> str:
-        """The arguments of a checked call as Python literals: equal arguments have equal text in
-        every process."""
-        return str((self.arrays, dict(self.options)))
-
-    @classmethod
-    def from_text(cls, check: Callable[..., Call], text: str) -> Arguments:
-        """The inverse of `as_text`."""
-        arrays, options = ast.literal_eval(text)
-        return cls(check, arrays, (*options.items(),))
-
-    def on(self, specs: Sequence[ArraySpec]) -> Call:
-        """The checked call with these options on arrays of these shapes and dtypes."""
-        return self.check(**dict(zip(self.arrays, specs, strict=True)), **dict(self.options))
-
-
-@dataclass(frozen=True)
 class Call:
     """A call that has passed its op's check, with all that a backend needs to make it.
 
@@ -78,6 +51,8 @@ class Call:
     """The public function, whose name is in messages."""
     target: str
     """Custom-call target, the same on every platform."""
+    check: Callable[..., Call]
+    """The op's check, which has made this call."""
     names: tuple[str, ...]
     """The operands' names, which are those of the check's arguments."""
     operands: tuple[ArraySpec, ...]
@@ -96,13 +71,13 @@ class Call:
     part of the heads has a part of each sum."""
     cuda_scratch_bytes: Callable[[Call, Smaller], int] | None = None
     """Computes the size of the CUDA kernels' scratch; None: they need none."""
-    arguments: Arguments | None = None
-    """What the check was called with, which `records_arguments` adds: only the options that differ
-    from their default. However the caller spelled a number, it is the same float, int or bool."""
+    options: tuple[tuple[str, Any], ...] = ()
+    """The check's arguments that are no arrays and differ from their default, which
+    `records_options` adds. However the caller spelled a number, it is the same float, int or bool.
+    """
 
     def __str__(self) -> str:
-        options = self.arguments.options if self.arguments else ()
-        return f"{self.op}({', '.join(f'{name}={value}' for name, value in options)})"
+        return f"{self.op}({', '.join(f'{name}={value}' for name, value in self.options)})"
 
     def __hash__(self) -> int:
         return self._hash
@@ -111,6 +86,15 @@ class Call:
     def _hash(self) -> int:
         """Computed once: caches look a call up each time that it is made."""
         return hash((self.target, self.operands, self.results, self.attributes))
+
+    def on(self, specs: Sequence[ArraySpec]) -> Call:
+        """The checked call with these options on arrays of other shapes and dtypes."""
+        return self.check(**dict(zip(self.names, specs, strict=True)), **dict(self.options))
+
+    def arguments_as_text(self) -> str:
+        """The names of the arrays, and the options, as Python literals: equal arguments have equal
+        text in every process."""
+        return str((self.names, dict(self.options)))
 
     def arrays(self) -> list[tuple[ArraySpec, int | None]]:
         """Lists operands, then results, each with its dimension of heads."""
@@ -124,8 +108,8 @@ class Call:
         return (*self.results, ArraySpec((self.cuda_scratch_bytes(self, smaller),), "uint8"))
 
 
-def records_arguments(check: Callable[Parameters, Call]) -> Callable[Parameters, Call]:
-    """Lets an op's check return calls that know their arguments."""
+def records_options(check: Callable[Parameters, Call]) -> Callable[Parameters, Call]:
+    """Decorator: lets an op's check return calls that know their options."""
     parameters = inspect.signature(check).parameters
     defaults = {name: x.default for name, x in parameters.items()}
     kinds = {name: _kind(hint) for name, hint in get_type_hints(check).items()}
@@ -134,14 +118,13 @@ def records_arguments(check: Callable[Parameters, Call]) -> Callable[Parameters,
     def recorded(*positional: Parameters.args, **keywords: Parameters.kwargs) -> Call:
         call = check(*positional, **keywords)
         given = dict(zip(defaults, positional, strict=False)) | keywords
-        arrays = call.names
         options = [
             (name, _canonical(given[name], kinds[name]))
             for name in defaults
-            if name in given and name not in arrays
+            if name in given and name not in call.names
         ]
         options = [(name, value) for name, value in options if value is not defaults[name]]
-        return replace(call, arguments=Arguments(recorded, arrays, tuple(options)))
+        return replace(call, options=tuple(options))
 
     return recorded
 

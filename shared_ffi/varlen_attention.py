@@ -16,7 +16,7 @@ from shared_ffi.spec import (
     flag,
     has_shape,
     holds,
-    records_arguments,
+    records_options,
     shape_error,
     value_error,
 )
@@ -33,7 +33,7 @@ FEATURES = ("sinks", "alibi_slopes", "bidirectional_ranges", "causal", "prefix_s
 _NUMBERS = ("scale", "sliding_window", "soft_cap", "window_right", "max_query_len")
 
 
-@records_arguments
+@records_options
 def check(
     query: ArraySpec,
     key: ArraySpec,
@@ -127,6 +127,7 @@ def check(
     return Call(
         OP,
         TARGET,
+        check,
         names=tuple(operands.names),
         operands=tuple(operands.specs),
         results=tuple(results),

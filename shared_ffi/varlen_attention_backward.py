@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from shared_ffi import token_rows, varlen_attention, varlen_scratch
-from shared_ffi.spec import Arguments, ArraySpec, Call, check_array
+from shared_ffi.spec import ArraySpec, Call, check_array
 
 OP = "varlen_attention_backward"
 TARGET = "xla_gpu_varlen_attention_backward"
@@ -27,7 +27,6 @@ def check(*, output: ArraySpec, lse: ArraySpec, dout: ArraySpec, **forward: Any)
         forward: the arguments of ``varlen_attention``.
     """
     call = varlen_attention.check(**forward)
-    assert call.arguments is not None
     (result,) = call.results
     sizes = [*zip(("num_tokens", "num_heads", "value_head_size"), result.shape, strict=True)]
     for name, array in (("output", output), ("dout", dout)):
@@ -50,6 +49,7 @@ def check(*, output: ArraySpec, lse: ArraySpec, dout: ArraySpec, **forward: Any)
         call,
         op=OP,
         target=TARGET,
+        check=check,
         names=names,
         operands=with_own(call.operands, *map(token_rows.as_operand, (output, lse, dout))),
         results=tuple(forward[name]._replace(strides=None) for name in differentiable),
@@ -57,5 +57,4 @@ def check(*, output: ArraySpec, lse: ArraySpec, dout: ArraySpec, **forward: Any)
         head_dims=(*head_dims, *dims),
         cuda_scratch_bytes=varlen_scratch.backward_bytes,
         summed=tuple(result for result, dim in enumerate(dims) if dim is None),
-        arguments=Arguments(check, names, call.arguments.options),
     )

@@ -34,7 +34,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, arguments: TensorArguments, *tensors: torch.Tensor) -> Any:
         output, lse = _without_autograd(LSE, arguments, tensors)
-        ctx.names, ctx.options = arguments.names, dict(arguments.by_name.options)
+        ctx.names, ctx.options = arguments.names, dict(arguments.options)
         ctx.save_for_backward(*tensors, output, lse)
         ctx.mark_non_differentiable(lse)
         return output, lse
@@ -66,7 +66,7 @@ def _without_autograd(
 ) -> Any:
     named = dict(zip(arguments.names, tensors, strict=True))
     with torch._C._AutoDispatchBelowAutograd():
-        return operator(**named, **dict(arguments.by_name.options))
+        return operator(**named, **dict(arguments.options))
 
 
 def _attend(arguments: TensorArguments) -> Any:

@@ -43,24 +43,23 @@ def _batch(
 
 def _check_mapped_axis(call: Call, number: int, operand: Operand) -> None:
     axes = jax.typeof(operand.array).sharding.spec[:1]
-    if operand.is_mapped and axes != (None,) and call.arguments is not None:
+    if operand.is_mapped and axes != (None,):
         rule = "be replicated along the axis that jax.vmap maps over (use jax.shard_map there)"
-        raise value_error(call.op, call.arguments.arrays[number], rule, f"mesh axis {axes[0]!r}")
+        raise value_error(call.op, call.names[number], rule, f"mesh axis {axes[0]!r}")
 
 
 def _as_one_call(
     call: Call, size: int, operands: Sequence[Operand]
 ) -> tuple[jax.Array, ...] | None:
     """Makes all calls as one; returns None if the op cannot."""
-    arguments = call.arguments
-    if arguments is None or call.op not in RULES or size == 0:
+    if call.op not in RULES or size == 0:
         return None
-    by_name = dict(zip(arguments.arrays, operands, strict=True))
-    options = dict(arguments.options)
+    by_name = dict(zip(call.names, operands, strict=True))
+    options = dict(call.options)
     batched = RULES[call.op](size, by_name, options)
     if batched is None:
         return None
-    results = _call.make(call.op, arguments.check, batched.arrays, options | batched.options)
+    results = _call.make(call.op, call.check, batched.arrays, options | batched.options)
     return tuple(batched.unbatch(results))
 
 

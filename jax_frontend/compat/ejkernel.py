@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jax_frontend._call import takes_arrays
-from jax_frontend.compat._update_and_attend import PACKED_ROWS, ragged, refuse
+from jax_frontend.compat._common import PACKED_ROWS, ragged, refuse
 from jax_frontend.paged_attention import paged_attention
 from shared_ffi.spec import shape_error, value_error
 

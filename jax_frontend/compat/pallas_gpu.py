@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_frontend._call import takes_arrays
-from jax_frontend.compat._decode import decode
+from jax_frontend.compat._common import decode
 from shared_ffi.spec import shape_error
 
 OP = "pallas_gpu.paged_attention"

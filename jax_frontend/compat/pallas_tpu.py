@@ -8,8 +8,8 @@ from typing import Any
 import jax
 
 from jax_frontend._call import takes_arrays
-from jax_frontend.compat._decode import decode
-from jax_frontend.compat._ragged_v2 import ragged_paged_attention
+from jax_frontend.compat._common import decode
+from jax_frontend.compat.tpu_inference import ragged_paged_attention_v2
 from shared_ffi.spec import shape_error
 
 __all__ = ["paged_attention", "ragged_paged_attention"]
@@ -18,6 +18,8 @@ OP = "pallas_tpu.paged_attention"
 
 # What a scale of QuantizedTensor is divided by: the largest element is stored as 127.5, rounded.
 _MAX_INT8 = 127.5
+
+ragged_paged_attention = ragged_paged_attention_v2
 
 
 @takes_arrays(OP)

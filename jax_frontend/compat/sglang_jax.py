@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_frontend._call import takes_arrays
-from jax_frontend.compat._update_and_attend import (
+from jax_frontend.compat._common import (
     PACKED_ROWS,
     check_shape,
     refuse,

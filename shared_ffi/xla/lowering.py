@@ -133,8 +133,8 @@ def custom_call(
         options: of ``jax.ffi.ffi_lowering``.
     """
     attributes: dict[str, Any] = dict(call.attributes)
-    if call.head_dims and call.arguments is not None:
-        attributes["arguments"] = call.arguments.as_text()
+    if call.head_dims:
+        attributes["arguments"] = call.arguments_as_text()
     aliases = dict(call.aliases)
     lower: Any = jax.ffi.ffi_lowering(call.target, operand_output_aliases=aliases, **options)
     values: Sequence[ir.Value] = lower(context, *operands, **attributes)

@@ -7,6 +7,7 @@ another process exported are partitioned as well.
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Sequence
 from functools import partial
 from types import ModuleType, SimpleNamespace
@@ -26,7 +27,7 @@ from shared_ffi import (
     varlen_attention,
     varlen_attention_backward,
 )
-from shared_ffi.spec import Arguments, ArraySpec, Call
+from shared_ffi.spec import ArraySpec, Call
 from shared_ffi.xla import lowering
 
 SHARED_OPS = (kv_cache_update, paged_attention, varlen_attention, varlen_attention_backward)
@@ -63,8 +64,8 @@ def _partition(
     is_manual = any(x.is_manual() for x in arrays)  # each device has its part already
     devices = None if is_manual else sharding.by_heads(whole, [*map(_devices, arrays)])
     call = whole
-    if devices is not None and whole.arguments is not None:
-        call = whole.arguments.on(sharding.parts(whole, devices))
+    if devices is not None:
+        call = whole.on(sharding.parts(whole, devices))
     if not is_manual:
         operand_shardings, result_sharding = _shardings(
             whole, devices, operand_shardings, result_shape
@@ -100,8 +101,11 @@ def _call(op: ModuleType, operand_shapes: Sequence[Any], attributes: bytes) -> C
                 f"{op.OP}: the attribute arguments is missing: this program was made by an older "
                 "version, and several devices can share it only if it is lowered or exported again"
             )
-        text = ir.StringAttr(by_name["arguments"]).value
-    return Arguments.from_text(op.check, text).on([*map(_spec, operand_shapes)])
+        arguments = ir.StringAttr(by_name["arguments"]).value
+    names, options = ast.literal_eval(arguments)  # see Call.arguments_as_text
+    specs = map(_spec, operand_shapes)
+    call: Call = op.check(**dict(zip(names, specs, strict=True)), **options)
+    return call
 
 
 def _spec(shape: Any) -> ArraySpec:

@@ -17,7 +17,7 @@ import jax_frontend
 import torch_frontend
 from harness.arrays import DTYPES
 from harness.compare import assert_same_bits
-from jax_frontend.compat import _update_and_attend
+from jax_frontend.compat import _common
 from tests.cases.all import SHORT_CASES
 from tests.cases.case import MIXED, Case
 from tests.support import backends, scripts
@@ -239,12 +239,12 @@ def test_faulty_metadata_writes_to_no_other_page(
     assert {*np.flatnonzero(call().any((1, 2, 3, 4)))} == {1, 2, 3}
     with pytest.raises(backends.JAX_ERRORS, match="^INVALID_ARGUMENT"):
         call(**changes)
-    _update_and_attend._update_and_attend.clear_cache()
-    monkeypatch.setattr(_update_and_attend, "paged_attention", lambda queries, *_, **__: queries)
+    _common._update_and_attend.clear_cache()
+    monkeypatch.setattr(_common, "paged_attention", lambda queries, *_, **__: queries)
     try:
         cache = call(**changes)
     finally:
-        _update_and_attend._update_and_attend.clear_cache()
+        _common._update_and_attend.clear_cache()
     assert {*np.flatnonzero(cache.any((1, 2, 3, 4)))} <= may_write
 
 

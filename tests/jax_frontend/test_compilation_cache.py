@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_frontend
 import shared_ffi
-from shared_ffi.spec import Arguments
+from shared_ffi.spec import Call
 from shared_ffi.xla import lowering
 from tests.cases.varlen import VarlenCase
 from tests.support import calls
@@ -126,18 +127,17 @@ def _programs(op: str, option: str) -> Iterator[tuple[Any, list[np.ndarray], lis
 
 def _leave_out(option: str) -> None:
     """A mutant: the HLO does not hold this option."""
-    as_text, custom_call = Arguments.as_text, lowering.custom_call
+    as_text, custom_call = Call.arguments_as_text, lowering.custom_call
 
-    def without(arguments: Arguments) -> Arguments:
-        others = tuple(x for x in arguments.options if x[0] != option)
-        return Arguments(arguments.check, arguments.arrays, others)
+    def without(call: Call) -> Call:
+        return replace(call, options=tuple(x for x in call.options if x[0] != option))
 
     def call_without(call: Any, *rest: Any, **keywords: Any) -> Any:
         attributes = tuple((n, v * 0 if n == option else v) for n, v in call.attributes)
         object.__setattr__(call, "attributes", attributes)
         return custom_call(call, *rest, **keywords)
 
-    Arguments.as_text = lambda self: as_text(without(self))  # type: ignore[method-assign]
+    Call.arguments_as_text = lambda self: as_text(without(self))  # type: ignore[method-assign]
     lowering.custom_call = call_without
 
 

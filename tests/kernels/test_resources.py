@@ -441,7 +441,7 @@ def test_a_plain_turn_is_short(folder: Path, by: str, is_plain: bool) -> None:
     uniform registers. Each third turn takes a few more: the next place is the first. What threads
     have copied takes a fence, before which ptxas puts 4 loads of nothing. V of the tile before is
     there when K is. What tensor copies bring takes a wait for V, and no fence. Eight ask whether
-    references change inside the tile (PrefillConsumer::InBlocks)."""
+    references change inside the tile (sm90::Consumer::InBlocks)."""
     code = prefill_kernel(folder, "BFloat16", 128, is_plain)
     fences = 1 if by == cycles.THREADS else 0
     plain = Turn(code, cycles.turns_of(code, without="$^" if fences else "MEMBAR")[0])
@@ -643,8 +643,8 @@ def test_the_compiler_fuses_no_products_by_itself() -> None:
 
 
 def test_a_hopper_block_starts_with_all_registers(kernels: list[dict[str, Any]]) -> None:
-    """With fewer, its consumer warps would wait for ever for the registers that prefill.cuh gives
-    them."""
+    """With fewer, its consumer warps would wait for ever for the registers that
+    sm90/shared.cuh gives them."""
     registers = {e["registers"] for e in kernels if e["kernel"] == "PrefillAttention"}
     if not registers:
         pytest.skip("this build is for other GPUs")

@@ -101,18 +101,18 @@ class Work:
 
 
 def tensor_core(q_len: int, warp_rows: int) -> Work:
-    shared = f"TensorCoreLayout<Half, Half, 64>::SharedBytes({warp_rows})"
-    kernel = f"TensorCoreAttention<Half, Half, 64, {warp_rows}, false>"
+    shared = f"portable::TensorCoreLayout<Half, Half, 64>::SharedBytes({warp_rows})"
+    kernel = f"portable::TensorCoreAttention<Half, Half, 64, {warp_rows}, false>"
     return Work(kernel, shared, "80", 128, 64, q_len, context_len=200)
 
 
 def decode(
     memory: str, q_len: int, *, cache: str = "Half", block_size: int = 16, context_len: int = 220
 ) -> Work:
-    parts = "true" if block_size % 16 == 0 else "false"
+    strips = "true" if block_size % 16 == 0 else "false"
     return Work(
-        f"DecodeAttention<Half, {cache}, 128, {memory}, true, {parts}>",
-        f"sizeof(DecodeShared<Half, {cache}, 128, {memory}>)",
+        f"decode::DecodeAttention<Half, {cache}, 128, decode::{memory}, true, {strips}>",
+        f"sizeof(decode::Shared<Half, {cache}, 128, decode::{memory}>)",
         target="90a",
         num_threads=192,
         head_size=128,
@@ -120,8 +120,8 @@ def decode(
         context_len=context_len,
         block_size=block_size,
         cache=cache,
-        numbers=f"DecodeNumbers(p, kDecodeRows, 16 / sizeof({cache}))",
-        header='"paged_attention/cuda/decode/decode_kernel.cuh"',
+        numbers=f"decode::Numbers(p, decode::kItemRows, 16 / sizeof({cache}))",
+        header='"paged_attention/cuda/decode/kernel.cuh"',
     )
 
 
@@ -147,18 +147,18 @@ MUTANTS = [
         "decode",
         "«shared_.tiles_barriers.WaitFilled(stage);» if (warp_ == 0) gpu::Stamp(gpu::Moment::kFirstTile",
     ),
-    ("decode", "«if (part == 0) shared_.tiles_barriers.WaitFreed(stage);» C* to"),
+    ("decode", "«if (strip == 0) shared_.tiles_barriers.WaitFreed(stage);» C* to"),
     (
         "decode",
-        "«gpu::SyncThreads(kDecodeConsumersBarrier, kThreads);» float weights[kBlocks][4];",
+        "«gpu::SyncThreads(kConsumersBarrier, kThreads);» float weights[kBlocks][4];",
     ),
     ("decode", "«__syncthreads();» if (warp < kWarps)"),
     (
         "decode, any block",
         "next_stage_ = stage.Next(); «shared_.tiles_barriers.WaitFreed(stage);» C* to",
     ),
-    ("decode, 8 bits", "«shared_.work_barriers.WaitFilled(stage);» const DecodeWork"),
-    ("decode, 8 bits, any block", "«shared_.work_barriers.WaitFreed(stage);» DecodeWork& work"),
+    ("decode, 8 bits", "«shared_.work_barriers.WaitFilled(stage);» const Work"),
+    ("decode, 8 bits, any block", "«shared_.work_barriers.WaitFreed(stage);» Work& work"),
 ]
 # The last two: a thread reads what another one has written, in no order that is proven, or branches
 # on it.

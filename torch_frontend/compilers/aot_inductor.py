@@ -168,7 +168,7 @@ def _call_handler(
     bound = operator.read(arguments, keywords)
     operands, copied = operator.eager.in_memory(bound, takes_rows=False)
     tensors = [x.contiguous() if i in copied else x for i, x in enumerate(bound.tensors)]
-    call = bound.by_name.on(operands)
+    call = bound.on(operands)
     aliases = [operand for operand, _ in call.aliases]
     # A query is mostly computed by the program. Inductor would compute it twice, as an operand and
     # as what is written.

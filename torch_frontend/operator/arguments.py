@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from shared_ffi.spec import Arguments, ArraySpec, Call, dtype_error
+from shared_ffi.spec import ArraySpec, Call, dtype_error
 from torch_frontend.operator.errors import devices_error, missing_error, tensor_error
 
 _SHAPE, _DTYPE = map(attrgetter, ("shape", "dtype"))
@@ -104,29 +104,43 @@ def takes_causal_seqs(check: Callable[..., Call]) -> Callable[..., Call]:
     return checked
 
 
+Names = tuple[str, ...]
+Options = tuple[tuple[str, Any], ...]
+
+
 class TensorArguments(NamedTuple):
-    """The arguments of a call on tensors."""
+    """The arguments of a call on tensors, except for those that the dispatcher omits: they have
+    their default."""
 
     tensors: tuple[torch.Tensor, ...]
     """In the order of the call's operands."""
-    by_name: Arguments
-    """All arguments, except for those that the dispatcher omits: they have their default."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The tensors' names."""
-        return self.by_name.arrays
+    names: Names
+    """The tensors' names."""
+    options: Options
+    """The arguments that are no tensors."""
+    check: Callable[..., Call]
 
     def checked(self) -> Call:
         """The checked call on the tensors, whose shapes and dtypes repeat from call to call.
-        Symbols cannot be cached by value: with them, use `by_name.on`."""
-        return _checked(self.by_name, *map(_SHAPE, self.tensors), *map(_DTYPE, self.tensors))
+        Symbols cannot be cached by value: with them, use `on`."""
+        sizes = (*map(_SHAPE, self.tensors), *map(_DTYPE, self.tensors))
+        return _checked(self.check, self.names, self.options, *sizes)
+
+    def on(self, specs: Sequence[ArraySpec]) -> Call:
+        """The checked call on tensors of these shapes and dtypes."""
+        return _check(self.check, self.names, self.options, specs)
 
 
 @lru_cache(maxsize=4096)
-def _checked(arguments: Arguments, *sizes: Any) -> Call:
-    count = len(arguments.arrays)
-    return arguments.on([*map(array_spec, sizes[:count], sizes[count:])])
+def _checked(check: Callable[..., Call], names: Names, options: Options, *sizes: Any) -> Call:
+    count = len(names)
+    return _check(check, names, options, [*map(array_spec, sizes[:count], sizes[count:])])
+
+
+def _check(
+    check: Callable[..., Call], names: Names, options: Options, specs: Sequence[ArraySpec]
+) -> Call:
+    return check(**dict(zip(names, specs, strict=True)), **dict(options))
 
 
 class ArgumentReader:
@@ -158,7 +172,7 @@ class ArgumentReader:
         names = (*self._tensor_names, *given)
         tensors = (*arguments[:count], *[keywords[name] for name in given])
         refuse_several_devices(self._op, names, tensors)
-        return TensorArguments(tensors, Arguments(self._check, names, tuple(options.items())))
+        return TensorArguments(tensors, names, tuple(options.items()), self._check)
 
 
 def refuse_several_devices(op: str, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:

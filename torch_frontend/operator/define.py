@@ -77,7 +77,7 @@ class Operator:
     def fake(self, *arguments: Any, **keywords: Any) -> Any:
         """The results' shapes and dtypes; sizes may be symbols."""
         bound = self.read(arguments, keywords)
-        call = bound.by_name.on(specs(bound.tensors))
+        call = bound.on(specs(bound.tensors))
         return self._returned(allocate(call.results, bound.tensors[0]))
 
     def fake_in_place(
@@ -85,7 +85,7 @@ class Operator:
     ) -> None:
         """Checks the call; there are no new results."""
         bound = self.read(arguments, keywords)
-        call = bound.by_name.on(specs(bound.tensors))
+        call = bound.on(specs(bound.tensors))
         tensors = dict(zip(bound.names, bound.tensors, strict=True))
         written = [bound.names[operand] for operand, _ in call.aliases] if out is None else []
         _refuse_one_memory(self._op, tensors, written, _in_storage)

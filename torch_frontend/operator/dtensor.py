@@ -47,7 +47,7 @@ def _run(
 
     keywords = dict(keywords or {})
     bound = reader.read(arguments, {name: x for name, x in keywords.items() if name != "out"})
-    call = bound.by_name.on(specs(bound.tensors))
+    call = bound.on(specs(bound.tensors))
     mesh = next(x.device_mesh for x in bound.tensors if isinstance(x, DTensor))
     axes = _Axes(call.op, mesh)
     operands = [axes.of(name, x) for name, x in zip(bound.names, bound.tensors, strict=True)]

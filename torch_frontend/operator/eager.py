@@ -114,7 +114,7 @@ class Eager:
         given = {name: value for name, value in keywords.items() if name != "out"}
         bound = self._reader.read(arguments, given)
         operands, copied = self.in_memory(bound)
-        call = bound.by_name.on(operands)
+        call = bound.on(operands)
         if out is not None:
             check_out(call, bound.tensors[0], out)
         num_written = len(call.aliases) if out is None else 1

@@ -47,8 +47,7 @@ def run(call: Call, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     if torch_xla.runtime.is_spmd() and call.num_shared_heads:
         devices = sharding.by_heads(call, [*map(_devices, operands)])
         if devices is not None:
-            assert call.arguments is not None
-            part = call.arguments.on(sharding.parts(call, devices))
+            part = call.on(sharding.parts(call, devices))
             program += (part, sharding.shardings(call, devices))
     return _XLAC._xla_user_computation(  # type: ignore[no-any-return]
         f"xla_gpu::{call.op}", list(operands), _computation(*program)

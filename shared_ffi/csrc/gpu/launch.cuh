@@ -77,8 +77,9 @@ struct Kernel {
   int shared_bytes = 0;
   bool begins_early = false;  // on sm_90 and later: see LetNextKernelBegin
 
-  // Launches num_blocks thread blocks. BlocksFor gives the permission that shared memory above 48
-  // KiB needs. No blocks means that there is nothing to compute.
+  // Launches num_blocks thread blocks, in one dimension: see One in sm90.cuh. BlocksFor gives the
+  // permission that shared memory above 48 KiB needs. No blocks means that there is nothing to
+  // compute.
   Error Launch(int64_t num_blocks, void* stream, Arguments... arguments) const {
     if (num_blocks == 0) return {};
     if (num_blocks > std::numeric_limits<int32_t>::max()) {

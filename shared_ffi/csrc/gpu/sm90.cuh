@@ -46,11 +46,17 @@ __device__ __forceinline__ void FenceProducts(float (&d)[kBlocks][4]) {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 
+// 1, but ptxas does not know that: a grid has one dimension (launch.cuh). The two numbers, 0 and 1,
+// are not the same one to ptxas.
+template <int kNumber>
+__device__ __forceinline__ int32_t One() {
+  return kNumber == 0 ? gridDim.y : gridDim.z;
+}
+
 // `descriptor` + number, where all lanes have the same descriptor. In uniform registers ptxas takes
 // one instruction for a product of 32 bits and a sum of 64 bits, but two or three for a sum with a
-// constant. So the number is multiplied by `one`, which is 1, but ptxas does not know that. With a
-// power of two in its place, ptxas shifts. With one product for two sums, it computes the product
-// by itself.
+// constant. So the number is multiplied by `one`, which is One. With a power of two in its place,
+// ptxas shifts. With one product for two sums, it computes the product by itself.
 __device__ __forceinline__ uint64_t AddToDescriptor(uint64_t descriptor, int32_t number,
                                                     int32_t one) {
   if (number == 0) return descriptor;

@@ -2,10 +2,12 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 
 #include "kv_cache_update/tokens.h"
 #include "module.h"
-#include "paged_attention/cuda/scratch.h"
+#include "paged_attention/cuda/plan.h"
 #include "paged_attention/metadata.h"
 
 namespace xla_gpu {
@@ -83,6 +85,46 @@ paged_attention::ScratchSizes ScratchSizes(int64_t num_heads, int64_t num_kv_hea
   return paged_attention::MakeScratchSizes(params);
 }
 
+// What cuda_plan returns of a kernel: its name, the least and the most query tokens of the
+// sequences that it takes, the thread blocks that have something to do, and whether it begins
+// early.
+using PlannedLaunch = std::tuple<std::string, int64_t, int64_t, int64_t, bool>;
+
+std::vector<PlannedLaunch> CudaPlan(int64_t num_tokens, int64_t num_heads, int64_t num_kv_heads,
+                                    int64_t max_seqs, int64_t capacity, int64_t sliding_window,
+                                    int64_t max_query_len, bool has_decode, int64_t long_rows,
+                                    bool is_hopper, bool launches_early) {
+  using paged_attention::Divisor;
+  paged_attention::Params params = {};
+  params.num_tokens = num_tokens;
+  params.num_heads = num_heads;
+  params.num_kv_heads = num_kv_heads;
+  params.head_size = params.value_head_size = 128;
+  params.group = Divisor(num_heads / num_kv_heads);
+  params.block = Divisor(1);
+  params.block_size = 1;
+  params.max_seqs = max_seqs;
+  params.max_blocks_per_seq = capacity;
+  params.sliding_window = sliding_window;
+  params.max_query_len = max_query_len;
+  paged_attention::Scratch scratch;
+  paged_attention::MakeScratch(params, nullptr, &scratch);
+  const paged_attention::decode::Numbers decode(params, paged_attention::decode::kRows,
+                                                /*chunk=*/8);
+  const paged_attention::Plan plan(
+      params, scratch,
+      {has_decode ? &decode : nullptr, paged_attention::kMaxRowsPerItem, long_rows, is_hopper,
+       launches_early});
+  constexpr const char* kNames[] = {"zero arrivals",    "decode",         "portable",
+                                    "portable prefill", "Hopper prefill", "combine"};
+  std::vector<PlannedLaunch> launches;
+  for (const paged_attention::Launch& launch : plan) {
+    launches.emplace_back(kNames[static_cast<int>(launch.step)], launch.lengths.min,
+                          launch.lengths.max, launch.num_blocks, launch.begins_early);
+  }
+  return launches;
+}
+
 }  // namespace
 
 void BindChecks(nb::module_& m) {
@@ -118,6 +160,13 @@ void BindChecks(nb::module_& m) {
   m.def("scratch_sizes", &xla_gpu::ScratchSizes, nb::kw_only(), nb::arg("num_heads"),
         nb::arg("num_kv_heads"), nb::arg("value_head_size"), nb::arg("sliding_window"),
         nb::arg("max_query_len"), "The sizes in the scratch of paged_attention.");
+  m.def("cuda_plan", &CudaPlan, nb::kw_only(), nb::arg("num_tokens"), nb::arg("num_heads"),
+        nb::arg("num_kv_heads"), nb::arg("max_seqs"), nb::arg("capacity"),
+        nb::arg("sliding_window"), nb::arg("max_query_len"), nb::arg("has_decode"),
+        nb::arg("long_rows"), nb::arg("is_hopper"), nb::arg("launches_early"),
+        "The kernels that a call of paged_attention launches on CUDA, from its sizes and from the "
+        "kernels that there are: names, least and most query tokens, thread blocks, and whether "
+        "each begins before the one before it has ended.");
 }
 
 }  // namespace xla_gpu

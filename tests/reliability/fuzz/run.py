@@ -210,8 +210,7 @@ def _gradients(
     by_name = dict(zip(call.names, arrays, strict=True))
     dout = _dout(SimpleNamespace(**by_name))
     by_name |= {"output": guarded(output), "lse": guarded(lse), "dout": guarded(dout)}
-    assert call.arguments is not None
-    options = {name: x for name, x in call.arguments.options if name != "return_lse"}
+    options = {name: x for name, x in call.options if name != "return_lse"}
     given = dict(zip(by_name, specs([*by_name.values()]), strict=True))
     backward = varlen_attention_backward.check(**given, **options)
     operands = [by_name[name] for name in backward.names]

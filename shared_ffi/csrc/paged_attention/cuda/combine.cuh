@@ -3,9 +3,9 @@
 // that no work item wrote: zeros for padding, NaN where lengths or tables are faulty. The decode
 // kernel writes its rows itself.
 //
-// A piece is 128 columns of a token and head: each lane of a warp has four. With few tokens
-// many warps share a token's pieces; with many tokens a warp takes whole tokens, and skips tokens
-// that need neither merging nor filling.
+// A piece is 128 columns of a token and head (PiecesOfHead): each lane of a warp has four. With few
+// tokens many warps share a token's pieces; with many tokens a warp takes whole tokens, and skips
+// tokens that need neither merging nor filling.
 #pragma once
 
 #include "partial_results.cuh"
@@ -142,11 +142,6 @@ class Tokens {
   bool is_faulty_ = false;
 };
 
-// The pieces of a token and head.
-XLA_GPU_HOST_DEVICE inline int64_t CombineParts(const Params& p) {
-  return CeilDiv(p.value_head_size, kColumnStep);
-}
-
 inline constexpr int kCombineSharedBytes =
     ValidBatch::kSharedInts * sizeof(int) + kWarps * sizeof(FoldFactors);
 
@@ -158,7 +153,7 @@ __global__ void __launch_bounds__(kThreads, 4)
   auto* shared = reinterpret_cast<int*>(gpu::SharedMemory());
   const ValidBatch batch(p, shared);
   const int lane = threadIdx.x % gpu::kWarpSize, warp = threadIdx.x / gpu::kWarpSize;
-  const int64_t parts = CombineParts(p), pieces = p.num_heads * parts;
+  const int64_t of_head = PiecesOfHead(p), pieces = p.num_heads * of_head;
   const int64_t num_warps = int64_t{gridDim.x} * kWarps;
   const int64_t shares = Larger(1, Smaller(pieces, DivideU32(num_warps, p.num_tokens)));
   Tokens tokens(p, scratch, item_rows, batch);
@@ -173,8 +168,8 @@ __global__ void __launch_bounds__(kThreads, 4)
     const TokenResult rows = tokens.Find(token);
     if (!rows.are_missing && rows.splits.count == 1) continue;
     for (int64_t piece = n - token * shares; piece < pieces; piece += shares) {
-      const int64_t head = DivideU32(piece, parts), part = piece - head * parts;
-      columns.first = static_cast<int>(part) * kColumnStep + lane * kColumnsAtOnce;
+      const int64_t head = DivideU32(piece, of_head), number = piece - head * of_head;
+      columns.first = static_cast<int>(number) * kColumnStep + lane * kColumnsAtOnce;
       PartOfRow<kColumnsAtOnce> row;
       if (!rows.are_missing) {
         row = RowOfSplits<4, kColumnsAtOnce>(p, scratch, rows.first_partial, head, columns, factors)

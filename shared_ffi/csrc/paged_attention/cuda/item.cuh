@@ -2,12 +2,11 @@
 #pragma once
 
 #include "../../gpu/device.cuh"
-#include "heuristics.h"
+#include "limits.h"
 
 namespace xla_gpu::paged_attention {
 
-inline constexpr int kThreads = 128;
-inline constexpr int kWarps = kThreads / gpu::kWarpSize;
+static_assert(kThreads == kWarps * gpu::kWarpSize);
 
 // The barrier of a schedule's threads: the first kThreads of a thread block.
 inline constexpr int kScheduleBarrier = 0;

@@ -44,7 +44,6 @@ __device__ __forceinline__ void WriteTo(float* partial, const Columns<4>& column
 
 // A row, with the columns of it that a lane has: kColumnsAtOnce adjacent ones, and as many each 128
 // columns behind them.
-inline constexpr int kColumnStep = kColumnsAtOnce * gpu::kWarpSize;
 template <int kColumns>
 struct PartOfRow {
   static constexpr int kGroups = kColumns / kColumnsAtOnce;
@@ -264,7 +263,7 @@ __device__ __forceinline__ void WriteRow(const Params& p, int64_t token, int64_t
                                          const LaneColumns& columns, bool attends, float scale,
                                          const PartOfRow<kColumns>& row) {
   const WithSink whole(SinkOf(p, head), row.state);
-  const float weight = whole.weight / DivisorOf(attends, whole.state.sum) * scale;
+  const float weight = whole.weight / NonZeroSum(attends, whole.state.sum) * scale;
   PartOfRow<kColumns> divided;
 #pragma unroll
   for (int g = 0; g < row.kGroups; ++g) {
@@ -321,7 +320,7 @@ struct FinishedRow {
     float divisor = 1;
     if (is_whole) {
       const RowRange range = RowRange::OfToken(p, item, place.token);
-      divisor = DivisorOf(range.begin < range.end, finished.state.sum);
+      divisor = NonZeroSum(range.begin < range.end, finished.state.sum);
       number = token * p.num_heads + place.head;
       WriteLse(p, token, place.head, finished.state);
     } else {

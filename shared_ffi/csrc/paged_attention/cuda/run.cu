@@ -10,6 +10,7 @@
 #include "../../gpu/launch.cuh"
 #include "combine.cuh"
 #include "kernels.cuh"
+#include "plan.h"
 #include "portable/cuda_core.cuh"
 #include "run.h"
 
@@ -25,8 +26,7 @@ __global__ void __launch_bounds__(kThreads) ZeroArrivals(int32_t* arrivals, int6
     arrivals[i] = 0;
   }
 }
-constexpr int64_t kZerosPerBlock = 8192;  // a block writes them before the decode kernel has begun
-std::atomic<uint32_t> num_calls{0};       // of the decode kernel, if not kZerosArrivals
+std::atomic<uint32_t> num_calls{0};  // of the decode kernel, if not kZerosArrivals
 
 // Calls use(C()) for the type C of the cache of queries of type T.
 template <typename T, typename Use>
@@ -52,9 +52,9 @@ AttentionKernel CudaCoreKernel(const Params& p) {
   AttentionKernel kernel;
   WithSmallest(std::integer_sequence<int, XLA_GPU_CUDA_CORE_COLUMNS>(),
                CeilDiv(p.head_size, gpu::kWarpSize), [&](auto columns) {
-                 kernel = {
-                     {CudaCoreAttention<T, columns>, kThreads, CudaCoreSharedBytes<columns>()},
-                     kCoreRows};
+                 kernel = {{portable::CudaCoreAttention<T, columns>, kThreads,
+                            portable::CudaCoreSharedBytes<columns>()},
+                           portable::kCoreRows};
                });
   return kernel;
 }
@@ -65,9 +65,9 @@ AttentionKernel PortableKernelFor(const gpu::Device& device, const Params& p) {
   if constexpr (kHasTensorCores<T>) {
     AttentionKernel kernel;
     const auto take = [&](auto head_size) {
-      if (FitsValues(head_size, p)) kernel = TensorCoreKernelOf<T, C, head_size>(p);
+      if (FitsValues(head_size, p)) kernel = portable::KernelOf<T, C, head_size>(p);
     };
-    if (IsAligned<C>(p)) WithSmallest(TensorCoreHeadSizes<C>(), TensorCoreHeadSize(p), take);
+    if (IsAligned<C>(p)) WithSmallest(portable::HeadSizes<C>(), TensorCoreHeadSize(p), take);
     if (kernel.rows_per_item > 0 && kernel.kernel.shared_bytes <= device.shared_bytes) {
       return kernel;
     }
@@ -87,8 +87,7 @@ Choice& Chosen() {
 
 // Whether calls on the device use the kernels of Hopper GPUs where these apply.
 bool UsesHopperKernels(const gpu::Device& device) {
-  return Chosen().index() == kByGpu && device.capability == 90 &&
-         PrefillHeadSizes<Half>::size() > 0;
+  return Chosen().index() == kByGpu && device.capability == 90 && sm90::HeadSizes<Half>::size() > 0;
 }
 
 // Whether a kernel may begin before the one before it has ended: whether it waits for that itself.
@@ -102,8 +101,8 @@ bool LaunchesEarly(const gpu::Device& device) {
 
 // The kernel of Hopper GPUs for all queries that are not the decode kernel's. Nothing elsewhere.
 template <typename T>
-std::optional<PrefillKernel> PrefillKernelFor(const gpu::Device& device, const Params& p) {
-  std::optional<PrefillKernel> found;
+std::optional<sm90::Kernel> HopperKernelFor(const gpu::Device& device, const Params& p) {
+  std::optional<sm90::Kernel> found;
   if constexpr (kHasTensorCores<T>) {
     if (!UsesHopperKernels(device)) return found;
     WithCacheType<T>(p, [&](auto cache) {
@@ -111,8 +110,8 @@ std::optional<PrefillKernel> PrefillKernelFor(const gpu::Device& device, const P
       const bool takes_cache =
           !kIs8Bit<C> || (p.ScalesAreUniform() && p.cache.ValuesHaveStridesOfKeys());
       if (!IsAligned<C>(p) || !OffsetsFit32BitChunks<C>(p) || !takes_cache) return;
-      WithSmallest(PrefillHeadSizes<C>(), p.head_size,
-                   [&](auto head_size) { found = PrefillKernelOf<T, C, head_size>(p); });
+      WithSmallest(sm90::HeadSizes<C>(), p.head_size,
+                   [&](auto head_size) { found = sm90::KernelOf<T, C, head_size>(p); });
     });
   }
   return found;
@@ -129,8 +128,8 @@ std::optional<AttentionKernel> LongPortableKernelFor(const gpu::Device& device, 
     WithCacheType<T>(p, [&](auto cache) {
       using C = decltype(cache);
       if (!IsAligned<C>(p) || !HeadOffsetsFit32BitChunks<C>(p)) return;
-      WithSmallest(TensorCoreHeadSizes<C>(), TensorCoreHeadSize(p), [&](auto head_size) {
-        const auto kernel = TensorCorePrefillOf<T, C, head_size>(device);
+      WithSmallest(portable::HeadSizes<C>(), TensorCoreHeadSize(p), [&](auto head_size) {
+        const auto kernel = portable::PrefillKernelOf<T, C, head_size>(device);
         if (kernel.rows_per_item > 0) found = kernel;
       });
     });
@@ -138,102 +137,119 @@ std::optional<AttentionKernel> LongPortableKernelFor(const gpu::Device& device, 
   return found;
 }
 
-// The kernel for queries of few tokens. Nothing if they have none of their own. has_prefill_kernel:
-// whether that of Hopper GPUs takes the others (DecodeShared::LeavesScaleOut).
+// The kernel for queries of few tokens. Nothing if they have none of their own. has_hopper_kernel:
+// whether that of Hopper GPUs takes the others (decode::Shared::LeavesScaleOut).
 template <typename T>
-std::optional<DecodeKernel> DecodeKernelFor(const gpu::Device& device, const Params& p,
-                                            [[maybe_unused]] bool has_prefill_kernel) {
-  std::optional<DecodeKernel> found;
+std::optional<decode::Kernel> DecodeKernelFor(const gpu::Device& device, const Params& p,
+                                              [[maybe_unused]] bool has_hopper_kernel) {
+  std::optional<decode::Kernel> found;
   if constexpr (kHasTensorCores<T>) {
     WithCacheType<T>(p, [&](auto cache) {
       using C = decltype(cache);
       if (!TakesFewTokens<C>(p)) return;
-      WithSmallest(DecodeHeadSizes<C>(), p.head_size, [&](auto head_size) {
+      WithSmallest(decode::HeadSizes<C>(), p.head_size, [&](auto head_size) {
 #ifdef XLA_GPU_HAS_HOPPER_KERNELS
         const bool leaves_scale_out = kIs8Bit<C> && p.ScalesAreUniform();
-        if (UsesHopperKernels(device) && (has_prefill_kernel || !leaves_scale_out)) {
-          found = DecodeKernelOf<T, C, head_size, kLargeMultiprocessor>(p);
+        if (UsesHopperKernels(device) && (has_hopper_kernel || !leaves_scale_out)) {
+          found = decode::KernelOf<T, C, head_size, decode::kLargeMultiprocessor>(p);
           return;
         }
 #endif
-        found = DecodeKernelOf<T, C, head_size, kAnyMultiprocessor>(p);
+        found = decode::KernelOf<T, C, head_size, decode::kAnyMultiprocessor>(p);
       });
     });
   }
   return found;
 }
 
+// The kernels of a call, of which a plan launches some. T: type of the query.
+template <typename T>
+struct Kernels {
+  std::optional<sm90::Kernel> hopper;
+  std::optional<decode::Kernel> decode;
+  std::optional<AttentionKernel> long_portable;
+  AttentionKernel portable;
+  gpu::Kernel<int32_t*, int64_t> zero{ZeroArrivals, kThreads};
+  gpu::Kernel<Params, Scratch, ItemRows, KvScales> combine{Combine<T>, kThreads,
+                                                           kCombineSharedBytes};
+
+  Kernels(const gpu::Device& device, const Params& p)
+      : hopper(HopperKernelFor<T>(device, p)),
+        decode(DecodeKernelFor<T>(device, p, hopper.has_value())) {
+    if (!hopper) long_portable = LongPortableKernelFor<T>(device, p);
+    portable = WithCacheType<T>(
+        p, [&](auto cache) { return PortableKernelFor<T, decltype(cache)>(device, p); });
+  }
+
+  // Of the kernel for long queries; 0: there is none.
+  int64_t LongRows() const {
+    if (hopper) return hopper->rows_per_item;
+    return long_portable ? long_portable->rows_per_item : 0;
+  }
+
+  ItemRows RowsOfItems() const {
+    const int64_t rows = portable.rows_per_item, long_rows = LongRows();
+    return {rows, long_rows > 0 ? long_rows : rows, decode ? decode->numbers.max_query_len : 0};
+  }
+};
+
+template <typename... Arguments, typename... Given>
+gpu::Error Start(gpu::Kernel<Arguments...> kernel, const Launch& launch, const gpu::Device& device,
+                 void* stream, const Given&... given) {
+  kernel.begins_early = launch.begins_early;
+  return kernel.LaunchResident(device, launch.num_blocks, stream, given...);
+}
+
+gpu::Error StartDecode(decode::Kernel decode, const Launch& launch, bool is_last,
+                       const gpu::Device& device, void* stream, const Params& p,
+                       const Scratch& scratch) {
+  auto& [kernel, numbers] = decode;
+  int64_t num_blocks = 0;
+  if (gpu::Error error = kernel.BlocksFor(device, launch.num_blocks, &num_blocks)) return error;
+  numbers.num_thread_blocks = Divisor(Larger(1, num_blocks));
+  numbers.is_last = is_last;
+  if (!gpu::kZerosArrivals) numbers.nonce = ++num_calls << decode::kNonceShift;
+  kernel.begins_early = launch.begins_early;
+  return kernel.Launch(num_blocks, stream, p, scratch, numbers);
+}
+
 template <typename T>
 gpu::Error Run(const Params& p, const Scratch& scratch, void* stream) {
   gpu::Device device;
   if (gpu::Error error = gpu::Device::Current(&device)) return error;
-  const auto prefill = PrefillKernelFor<T>(device, p);
-  auto decode = DecodeKernelFor<T>(device, p, prefill.has_value());
-  const auto long_portable = prefill ? std::nullopt : LongPortableKernelFor<T>(device, p);
-  const AttentionKernel portable = WithCacheType<T>(
-      p, [&](auto cache) { return PortableKernelFor<T, decltype(cache)>(device, p); });
+  const Kernels<T> kernels(device, p);
+  const auto& [hopper, decode, long_portable, portable, zero, combine] = kernels;
   if (portable.rows_per_item == 0) return {"choosing a kernel", "no built one has so wide heads"};
-  // The most tokens of a query that the decode kernel takes, and of one that is not long. On
-  // Hopper, what the decode kernel leaves is long: fewer kernels are launched.
-  const int64_t few = decode ? FewTokens(p) : 0;
-  const int64_t most = decode && prefill ? few : TokensPerTile(p);
-  const int64_t longest = p.max_query_len == 0 ? p.num_tokens : p.max_query_len;
-  const bool is_alone = decode && longest <= few;  // it computes all sequences
-  bool follows = false;                            // on a kernel of this call
-  if (decode) {
-    auto& [kernel, numbers] = *decode;
-    const int64_t num_items = numbers.MaxItems(p);
-    int64_t num_blocks = 0;
-    if (gpu::Error error = kernel.BlocksFor(device, num_items, &num_blocks)) return error;
-    numbers.num_thread_blocks = Divisor(Larger(1, num_blocks));
-    numbers.is_last = is_alone;
-    if (!gpu::kZerosArrivals) numbers.nonce = ++num_calls << kNonceShift;
-    if (gpu::kZerosArrivals && numbers.HasSplits() && num_blocks > 0) {
-      const int64_t count = p.max_seqs * p.num_kv_heads * scratch.arrivals_of_head;
-      const gpu::Kernel<int32_t*, int64_t> zero{ZeroArrivals, kThreads, 0, LaunchesEarly(device)};
-      const int64_t zero_blocks = CeilDiv(count, kZerosPerBlock);
-      if (gpu::Error error =
-              zero.LaunchResident(device, zero_blocks, stream, scratch.arrivals, count)) {
-        return error;
-      }
+  const Plan plan(p, scratch,
+                  {decode ? &decode->numbers : nullptr, portable.rows_per_item, kernels.LongRows(),
+                   hopper.has_value(), LaunchesEarly(device)});
+  for (const Launch& launch : plan) {
+    gpu::Error error;
+    switch (launch.step) {
+      case Step::kZeroArrivals:
+        error = Start(zero, launch, device, stream, scratch.arrivals, NumArrivals(p, scratch));
+        break;
+      case Step::kDecode:
+        error = StartDecode(*decode, launch, plan.EndsWithDecode(), device, stream, p, scratch);
+        break;
+      case Step::kPortable:
+        error = Start(portable.kernel, launch, device, stream, p, scratch, launch.lengths);
+        break;
+      case Step::kPortablePrefill:
+        error = Start(long_portable->kernel, launch, device, stream, p, scratch, launch.lengths);
+        break;
+      case Step::kHopperPrefill:
+        error = Start(hopper->kernel, launch, device, stream, p, scratch, launch.lengths,
+                      sm90::MakeMaps(p));
+        break;
+      case Step::kCombine:
+        error = Start(combine, launch, device, stream, p, scratch, kernels.RowsOfItems(),
+                      hopper ? p.v_scale : KvScales{});
+        break;
     }
-    kernel.begins_early = LaunchesEarly(device);
-    if (gpu::Error error = kernel.Launch(num_blocks, stream, p, scratch, numbers)) {
-      return error;
-    }
-    follows = num_blocks > 0;
-    if (is_alone && follows) return {};
+    if (error) return error;
   }
-  const auto launch = [&](auto attention, const QueryLengths& lengths, bool waits,
-                          const auto&... more) -> gpu::Error {
-    if (lengths.min > Smaller(lengths.max, longest)) return {};
-    const int64_t num_items =
-        Smaller(MaxItems(p, scratch, attention.rows_per_item), scratch.num_slots);
-    attention.kernel.begins_early = waits && LaunchesEarly(device);
-    follows |= num_items > 0;
-    return attention.kernel.LaunchResident(device, num_items, stream, p, scratch, lengths, more...);
-  };
-  const QueryLengths rest{few + 1, prefill || long_portable ? most : INT64_MAX};
-  if (gpu::Error error = launch(portable, rest, /*waits=*/false)) return error;
-  // The kernel for long queries is never the first: the one before sets its counter to zero.
-  ItemRows item_rows{portable.rows_per_item, portable.rows_per_item,
-                     decode ? decode->numbers.max_query_len : 0};
-  if (prefill) {
-    item_rows.long_rows = prefill->rows_per_item;
-    if (gpu::Error error = launch(*prefill, {most + 1}, /*waits=*/true, MakePrefillMaps(p))) {
-      return error;
-    }
-  }
-  if (long_portable) {
-    item_rows.long_rows = long_portable->rows_per_item;
-    if (gpu::Error error = launch(*long_portable, {most + 1}, /*waits=*/true)) return error;
-  }
-  const gpu::Kernel<Params, Scratch, ItemRows, KvScales> finish{
-      Combine<T>, kThreads, kCombineSharedBytes, follows && LaunchesEarly(device)};
-  const int64_t num_pieces = p.num_heads * CombineParts(p);
-  const int64_t num_blocks = CeilDiv(p.num_tokens * num_pieces, kWarps);
-  return finish.LaunchResident(device, num_blocks, stream, p, scratch, item_rows,
-                               prefill ? p.v_scale : KvScales{});
+  return {};
 }
 
 // Launch sizes do not depend on the type of the query.
@@ -261,33 +277,33 @@ void AddLaunches(std::vector<KernelLaunch>* launches) {
   for (const int64_t max_query_len : {0, 1}) {  // any query length, and one query token
     p.max_query_len = max_query_len;
     const auto tensor_core = [&](auto head_size) {
-      const auto attention = TensorCoreKernelOf<SomeQuery, C, head_size>(p);
+      const auto attention = portable::KernelOf<SomeQuery, C, head_size>(p);
       return std::pair(attention.kernel, attention.variant);
     };
-    AddLaunches<C>("TensorCoreAttention", TensorCoreHeadSizes<C>(), tensor_core, launches);
+    AddLaunches<C>("TensorCoreAttention", portable::HeadSizes<C>(), tensor_core, launches);
   }
   for (const int shared_bytes : {0, kWideTileBytes}) {  // KV tiles of 32 and of 64 positions
     const gpu::Device device{0, 0, 80, shared_bytes};
     const auto long_queries = [&](auto head_size) {
-      const auto attention = TensorCorePrefillOf<SomeQuery, C, head_size>(device);
+      const auto attention = portable::PrefillKernelOf<SomeQuery, C, head_size>(device);
       return std::pair(attention.kernel, attention.variant);
     };
-    AddLaunches<C>("TensorCorePrefill", TensorCoreHeadSizes<C>(), long_queries, launches);
+    AddLaunches<C>("TensorCorePrefill", portable::HeadSizes<C>(), long_queries, launches);
   }
   const auto add_decode = [&](auto kib) {
     const auto decode = [&](auto head_size) {
-      return std::pair(DecodeKernelOf<SomeQuery, C, head_size, kib>(p).kernel, kib());
+      return std::pair(decode::KernelOf<SomeQuery, C, head_size, kib>(p).kernel, kib());
     };
-    AddLaunches<C>("DecodeAttention", DecodeHeadSizes<C>(), decode, launches);
+    AddLaunches<C>("DecodeAttention", decode::HeadSizes<C>(), decode, launches);
   };
-  add_decode(std::integral_constant<int, kAnyMultiprocessor>());
+  add_decode(std::integral_constant<int, decode::kAnyMultiprocessor>());
 #ifdef XLA_GPU_HAS_HOPPER_KERNELS
-  add_decode(std::integral_constant<int, kLargeMultiprocessor>());
+  add_decode(std::integral_constant<int, decode::kLargeMultiprocessor>());
 #endif
   const auto prefill = [&](auto head_size) {
-    return std::pair(PrefillKernelOf<SomeQuery, C, head_size>(p).kernel, 0);
+    return std::pair(sm90::KernelOf<SomeQuery, C, head_size>(p).kernel, 0);
   };
-  AddLaunches<C>("PrefillAttention", PrefillHeadSizes<C>(), prefill, launches);
+  AddLaunches<C>("PrefillAttention", sm90::HeadSizes<C>(), prefill, launches);
 }
 
 }  // namespace
@@ -321,7 +337,7 @@ std::vector<std::string> CudaKernelsInUse() {
   gpu::Device device;
   if (gpu::Device::Current(&device)) return {};
   std::vector<std::string> kernels;
-  if (DecodeHeadSizes<SomeQuery>::size() > 0) kernels.emplace_back("decode");
+  if (decode::HeadSizes<SomeQuery>::size() > 0) kernels.emplace_back("decode");
   if (UsesHopperKernels(device)) kernels.emplace_back("prefill");
   kernels.emplace_back(kPortable);
   return kernels;

@@ -100,9 +100,9 @@ struct Splits {
 // The kv heads whose items are computed at the same time: all, or half of them as often as it takes
 // until their K and V fit the L2 cache. So K and V are read from memory once for all query tiles.
 // Fewer positions are read at a time where there is a sliding window.
-inline constexpr int64_t kGroupBytes = 24 << 20;  // an H100 has 50 MiB, for query and output too
+inline constexpr int64_t kBytesAtOnce = 24 << 20;  // an H100 has 50 MiB, for query and output too
 
-__device__ inline int32_t HeadsInGroup(const Params& p, const Sequence& sequence) {
+__device__ inline int32_t HeadsAtOnce(const Params& p, const Sequence& sequence) {
   // For 9.0, nothing of it is known before a loop that finds items: the prefill kernel's has no
   // registers for that.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
@@ -113,7 +113,8 @@ __device__ inline int32_t HeadsInGroup(const Params& p, const Sequence& sequence
   const int64_t columns = in_loop(p.head_size) + (p.is_latent ? 0 : in_loop(p.value_head_size));
   const int64_t bytes = sequence.context_len * columns * SizeOf(in_loop(p.cache_dtype));
   auto heads = static_cast<int32_t>(p.num_kv_heads);
-  while (heads > 1 && heads * bytes > kGroupBytes && p.sliding_window == 0) heads = (heads + 1) / 2;
+  while (heads > 1 && heads * bytes > kBytesAtOnce && p.sliding_window == 0)
+    heads = (heads + 1) / 2;
   return heads;
 }
 
@@ -191,23 +192,23 @@ __device__ inline Item RowsOf(const Params& p, const Item& item, int first_row, 
 }
 
 // Finds work items by their number. Items are numbered sequence by sequence. A parallel scan counts
-// them for a window of kWindow sequences at a time, a thread each.
-template <int kWindow>
+// them for a section of kSection sequences at a time, a thread each.
+template <int kSection>
 class ScheduleOf {
  public:
-  static_assert(kWindow <= kThreads);
+  static_assert(kSection <= kThreads);
 
   struct Shared {
     // In registers they would be spilled.
-    uint32_t round;         // of FindDealt
-    uint32_t window;        // the first sequence of the window
-    int64_t begin;          // number of the window's first item; ~ that if no window follows
-    int64_t ends[kWindow];  // for each sequence of the window, the number after its last item
+    uint32_t round;          // of FindDealt
+    uint32_t section;        // the first sequence of the section
+    int64_t begin;           // number of the section's first item; ~ that if no section follows
+    int64_t ends[kSection];  // for each sequence of the section, the number after its last item
     union {
       struct {
         int64_t items[kWarps];
         int broken[kWarps];
-      } warps;  // while a window is counted
+      } warps;  // while a section is counted
       Item item;
     };
   };
@@ -215,7 +216,7 @@ class ScheduleOf {
   __device__ ScheduleOf(const Params& p, QueryLengths lengths, int64_t max_rows, Shared* shared)
       : p_(p), lengths_(lengths), max_rows_(max_rows), shared_(*shared) {
     if (gpu::Opaque(threadIdx.x) == 0) shared_.round = 0;
-    CountWindow(0);
+    CountSection(0);
   }
 
   // Finds the thread block's next item: one of every gridDim.x, which are dealt from the first
@@ -230,13 +231,13 @@ class ScheduleOf {
   // Returns an item in shared memory, valid until the next call, or null after the last item. All
   // threads call it, with increasing numbers. Also a barrier.
   __device__ const Item* Find(int64_t number) {
-    while (number >= shared_.ends[kWindow - 1]) {
+    while (number >= shared_.ends[kSection - 1]) {
       if (shared_.begin < 0) return nullptr;
-      CountWindow(int64_t{shared_.window} + kWindow);
+      CountSection(int64_t{shared_.section} + kSection);
     }
     Sync();  // everyone has left the item before
     if (gpu::Opaque(threadIdx.x) == 0) {
-      FindInWindow(number);
+      FindInSection(number);
       ++shared_.round;
     }
     Sync();
@@ -255,15 +256,15 @@ class ScheduleOf {
     }
   };
 
-  __device__ void FindInWindow(int64_t number) const {
+  __device__ void FindInSection(int64_t number) const {
     int first = 0;  // the first sequence that ends after `number`, by bisection
     for (int step = kThreads / 2; step > 0; step /= 2) {
       const int next = first + step;
-      if (next <= kWindow && shared_.ends[next - 1] <= number) first = next;
+      if (next <= kSection && shared_.ends[next - 1] <= number) first = next;
     }
     const int64_t begin = shared_.begin < 0 ? ~shared_.begin : shared_.begin;
     const int64_t before = first == 0 ? begin : shared_.ends[first - 1];
-    FindInSequence(int64_t{shared_.window} + first, number - before, &shared_.item);
+    FindInSequence(int64_t{shared_.section} + first, number - before, &shared_.item);
   }
 
   __device__ Count CountSequence(int64_t s) const {
@@ -278,7 +279,7 @@ class ScheduleOf {
     return p_.num_kv_heads * tiles.count * Splits(p_, sequence).count;
   }
 
-  __device__ void CountWindow(int64_t window) {
+  __device__ void CountSection(int64_t section) {
     // Without a predicate of it that stays in a register, ptxas spills nothing for 8.0; with one,
     // nothing for 9.0.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
@@ -288,13 +289,13 @@ class ScheduleOf {
 #endif
     const int lane = thread % gpu::kWarpSize, warp = thread / gpu::kWarpSize;
     Count count = {0, 0};
-    if (thread < kWindow) count = CountSequence(window + thread);
+    if (thread < kSection) count = CountSequence(section + thread);
     for (int delta = 1; delta < gpu::kWarpSize; delta *= 2) {
       const Count left{gpu::ShuffleUp(count.items, delta), gpu::ShuffleUp(count.broken, delta)};
       if (lane >= delta) count = left.Then(count);
     }
-    const int64_t begin = window == 0 ? 0 : shared_.ends[kWindow - 1];
-    Sync();  // everyone has read the window before, and left the item before
+    const int64_t begin = section == 0 ? 0 : shared_.ends[kSection - 1];
+    Sync();  // everyone has read the section before, and left the item before
     if (lane == gpu::kWarpSize - 1) {
       const int place = gpu::Opaque(warp);  // no address of it stays in a register
       shared_.warps.items[place] = count.items;
@@ -307,11 +308,11 @@ class ScheduleOf {
       if (w < warp) before = before.Then(warp_count);
       all = all.Then(warp_count);
     }
-    if (thread < kWindow) shared_.ends[gpu::Opaque(threadIdx.x)] = before.Then(count).items;
+    if (thread < kSection) shared_.ends[gpu::Opaque(threadIdx.x)] = before.Then(count).items;
     if (thread == 0) {
-      const bool is_last = all.broken || window + kWindow >= p_.max_seqs;
+      const bool is_last = all.broken || section + kSection >= p_.max_seqs;
       shared_.begin = is_last ? ~begin : begin;
-      shared_.window = static_cast<uint32_t>(window);
+      shared_.section = static_cast<uint32_t>(section);
     }
     Sync();
   }
@@ -327,7 +328,7 @@ class ScheduleOf {
     const RowTiles tiles(p_, sequence.q_len, max_rows_);
     const Splits splits(p_, sequence);
     const auto items = static_cast<uint32_t>(tiles.count * splits.count);  // of a kv head
-    const uint32_t all_heads = p_.num_kv_heads, heads = HeadsInGroup(p_, sequence);
+    const uint32_t all_heads = p_.num_kv_heads, heads = HeadsAtOnce(p_, sequence);
     const uint32_t first_head = static_cast<uint32_t>(number) / (heads * items) * heads;
     const uint32_t in_group = number - first_head * items;
     const uint32_t num_heads = min(heads, all_heads - first_head);
@@ -344,7 +345,7 @@ class ScheduleOf {
   Shared& shared_;
 };
 
-// With a window of as many sequences as there are threads, an A100 would lack 72 bytes of shared
+// With a section of as many sequences as there are threads, an A100 would lack 72 bytes of shared
 // memory for two thread blocks of TensorCoreAttention with heads of 128.
 using Schedule = ScheduleOf<119>;
 
@@ -353,18 +354,6 @@ using Schedule = ScheduleOf<119>;
 // computes an item changes none of its bits. All threads of the kernel before call it.
 __device__ inline void ResetCounter(const Scratch& scratch) {
   if (blockIdx.x == 0 && threadIdx.x == 0) *scratch.counter = 0;
-}
-
-// The largest number of items for any lengths. It bounds the grid.
-inline int64_t MaxItems(const Params& p, const Scratch& scratch, int64_t max_rows) {
-  const int64_t group = p.group.number;
-  const int64_t tokens_per_item = Larger(1, max_rows / group);
-  int64_t tiles = CeilDiv(p.num_tokens, tokens_per_item) + Smaller(p.max_seqs, p.num_tokens);
-  if (p.max_query_len != 0) {
-    const int64_t longest = Smaller(p.max_query_len, p.num_tokens);  // sums must not overflow
-    tiles = Smaller(tiles, p.max_seqs * CeilDiv(longest, tokens_per_item));
-  }
-  return p.num_kv_heads * tiles * CeilDiv(group, max_rows) * scratch.max_splits;
 }
 
 }  // namespace xla_gpu::paged_attention

@@ -1,12 +1,18 @@
 // The memory where a split leaves what it found, and work items what was wrong.
 #pragma once
 
-#include "heuristics.h"
+#include "limits.h"
 #include "order.h"
 
 namespace xla_gpu::paged_attention {
 
 inline constexpr int kColumnsAtOnce = 4;  // that a lane reads and writes, adjacent ones
+inline constexpr int kColumnStep = 32 * kColumnsAtOnce;  // those of a warp
+
+// A row's pieces of so many columns.
+XLA_GPU_HOST_DEVICE inline int64_t PiecesOfHead(const Params& p) {
+  return CeilDiv(p.value_head_size, kColumnStep);
+}
 
 // What a row of a split has seen: the largest logit, in units of 1 / log2(e), and the sum of
 // 2^(logit - max).
@@ -61,6 +67,11 @@ struct Scratch {
     return is_bad + p.num_tokens + Partial(s, flag, token, num_splits) + split;
   }
 };
+
+// The numbers of Scratch::arrivals.
+inline int64_t NumArrivals(const Params& p, const Scratch& scratch) {
+  return p.max_seqs * p.num_kv_heads * scratch.arrivals_of_head;
+}
 
 // The parts of the scratch size that do not depend on num_tokens, max_seqs or the block table.
 // Python combines them when those sizes are symbolic (cuda_scratch_bytes in
@@ -157,8 +168,7 @@ inline int64_t MakeScratch(const Params& p, void* memory, Scratch* scratch) {
     scratch->partials_of_sequence = 0;
   scratch->num_partials = Larger(scratch->num_partials, DecodeSlots(p, sizes, longest));
   scratch->arrivals_of_head = 1 + Smaller(MostGroups(longest), sizes.most_runs);
-  const int64_t num_arrivals = p.max_seqs * p.num_kv_heads * scratch->arrivals_of_head;
-  const int64_t num_flags = p.num_tokens + scratch->num_partials + 1 + num_arrivals;
+  const int64_t num_flags = p.num_tokens + scratch->num_partials + 1 + NumArrivals(p, *scratch);
   const int64_t flags_bytes =
       CeilDiv(num_flags * sizes.flag_bytes, sizes.alignment) * sizes.alignment;
   const int64_t states_bytes =

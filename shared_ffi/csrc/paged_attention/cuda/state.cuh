@@ -40,6 +40,6 @@ struct WithSink {
 
 // What a row's sums of values are divided by, given its sum of weights. That is 0 if the row
 // attends to nothing and has no sink.
-__device__ __forceinline__ float DivisorOf(bool attends, float sum) { return attends ? sum : 1; }
+__device__ __forceinline__ float NonZeroSum(bool attends, float sum) { return attends ? sum : 1; }
 
 }  // namespace xla_gpu::paged_attention

@@ -12,7 +12,7 @@
 #include "../partial_results.cuh"
 #include "../schedule.cuh"
 
-namespace xla_gpu::paged_attention {
+namespace xla_gpu::paged_attention::portable {
 
 inline constexpr int kRowsPerWarp = 4;
 inline constexpr int kCoreRows = kWarps * kRowsPerWarp;  // of a work item
@@ -250,4 +250,4 @@ constexpr int CudaCoreSharedBytes() {
                           sizeof(Schedule::Shared));
 }
 
-}  // namespace xla_gpu::paged_attention
+}  // namespace xla_gpu::paged_attention::portable

@@ -11,11 +11,12 @@
 // turns the logits of one group after the other into weights: there are registers for one.
 #pragma once
 
+#include "../choice.h"
 #include "../products.cuh"
 #include "../slot.cuh"
 #include "warp_rows.cuh"
 
-namespace xla_gpu::paged_attention {
+namespace xla_gpu::paged_attention::portable {
 
 // What a work item's turns are: in shared memory, as there is no register left.
 struct alignas(8) PrefillTurns {
@@ -448,4 +449,4 @@ __global__ void __launch_bounds__(kThreads, 2)
 #endif
 }
 
-}  // namespace xla_gpu::paged_attention
+}  // namespace xla_gpu::paged_attention::portable

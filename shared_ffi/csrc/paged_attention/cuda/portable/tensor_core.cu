@@ -4,12 +4,12 @@
 #include "prefill.cuh"
 #include "tensor_core.cuh"
 
-namespace xla_gpu::paged_attention {
+namespace xla_gpu::paged_attention::portable {
 
 namespace {
 
 constexpr bool kHasFewRows =
-    !kHasDecodeKernel<XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE> &&
+    !decode::kHasKernel<XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE> &&
     TensorCoreLayout<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE>::kCanShareRows;
 
 template <int kWarpRows>
@@ -25,8 +25,7 @@ AttentionKernel KernelOf() {
 }  // namespace
 
 template <>
-AttentionKernel TensorCoreKernelOf<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE>(
-    const Params& p) {
+AttentionKernel KernelOf<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE>(const Params& p) {
   using Layout = TensorCoreLayout<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE>;
   if constexpr (kHasFewRows) {
     if (FitsQueryTile(p, Layout::kFewWarpRows)) return KernelOf<Layout::kFewWarpRows>();
@@ -35,10 +34,10 @@ AttentionKernel TensorCoreKernelOf<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD_
 }
 
 template <>
-AttentionKernel TensorCorePrefillOf<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE>(
+AttentionKernel PrefillKernelOf<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE>(
     const gpu::Device& device) {
   AttentionKernel found;
-  if constexpr (kHasTensorCorePrefill<XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE>) {
+  if constexpr (kHasPrefillKernel<XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE>) {
     using T = XLA_GPU_STORAGE;
     using C = XLA_GPU_CACHE;
     WithPrefillTile(device.capability, device.shared_bytes, [&](auto tile) {
@@ -52,4 +51,4 @@ AttentionKernel TensorCorePrefillOf<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD
   return found;
 }
 
-}  // namespace xla_gpu::paged_attention
+}  // namespace xla_gpu::paged_attention::portable

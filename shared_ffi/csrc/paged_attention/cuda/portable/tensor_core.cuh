@@ -13,7 +13,7 @@
 #include "../products.cuh"
 #include "../slot.cuh"
 
-namespace xla_gpu::paged_attention {
+namespace xla_gpu::paged_attention::portable {
 
 // The shared memory of a thread block. T: type of the query. C: type of the cache.
 template <typename T, typename C, int kHeadSize>
@@ -478,4 +478,4 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
 }
 
-}  // namespace xla_gpu::paged_attention
+}  // namespace xla_gpu::paged_attention::portable

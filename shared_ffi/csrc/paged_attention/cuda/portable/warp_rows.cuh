@@ -4,7 +4,7 @@
 #include "../partial_results.cuh"
 #include "../products.cuh"
 
-namespace xla_gpu::paged_attention {
+namespace xla_gpu::paged_attention::portable {
 
 // The shared memory of a warp through which the sums of its rows go, so that a lane writes 16 bytes
 // of a row at once: eight rows of each of its two groups of 16 at a time. C: type of the cache.
@@ -154,4 +154,4 @@ class WarpRows {
   }
 };
 
-}  // namespace xla_gpu::paged_attention
+}  // namespace xla_gpu::paged_attention::portable

@@ -1,19 +1,19 @@
 // Compiled for sm_90a only, once for each type of query, type of cache and head size.
 #include "../kernels.cuh"
 #include "../plain_calls.cuh"
-#include "prefill_consumer.cuh"
-#include "prefill_producer.cuh"
+#include "consumer.cuh"
+#include "producer.cuh"
 
-namespace xla_gpu::paged_attention {
+namespace xla_gpu::paged_attention::sm90 {
 
 // kIsPlain: for calls that IsPlain alone.
 template <typename T, typename C, int kHeadSize, bool kIsPlain>
-__global__ void __launch_bounds__(kPrefillThreads, 1)
+__global__ void __launch_bounds__(kBlockThreads, 1)
     PrefillAttention(Params params, Scratch scratch, QueryLengths lengths,
-                     const __grid_constant__ PrefillMaps maps) {
+                     const __grid_constant__ Maps maps) {
   const Params p = kIsPlain ? PlainParams(params, /*scales_are_uniform=*/true) : params;
-  using Shared = PrefillShared<T, C, kHeadSize>;
-  using Registers = PrefillRegisters<C, kHeadSize>;
+  using Shared = sm90::Shared<T, C, kHeadSize>;
+  using Registers = sm90::Registers<C, kHeadSize>;
   auto* shared = reinterpret_cast<Shared*>(gpu::SharedMemory());
   if (gpu::Opaque(threadIdx.x) == 0) shared->Init();
   gpu::LetNextKernelBegin();
@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(kPrefillThreads, 1)
   const int warpgroup = gpu::Shuffle(static_cast<int>(threadIdx.x / kThreads), 0);  // uniform
   if (warpgroup == 0) {
     gpu::GiveRegistersBack<Registers::kProducer>();
-    PrefillProducer<T, C, kHeadSize>(p, scratch, maps, shared).Run(lengths);
+    Producer<T, C, kHeadSize>(p, scratch, maps, shared).Run(lengths);
   } else {
     gpu::TakeRegisters<Registers::kConsumer>();
     const int consumer = warpgroup - 1;
@@ -33,9 +33,9 @@ __global__ void __launch_bounds__(kPrefillThreads, 1)
     for (uint32_t n = 0;;) {
       const auto stage = Shared::ItemState::Of(n);
       shared->items_barriers.WaitFilled(stage);
-      const PrefillWork& work = shared->work[stage.index][consumer];
+      const Work& work = shared->work[stage.index][consumer];
       if (work.item.num_rows == -1) break;
-      PrefillConsumer<T, C, kHeadSize>(p, scratch, work, consumer, maps, shared).Compute(&tile);
+      Consumer<T, C, kHeadSize>(p, scratch, work, consumer, maps, shared).Compute(&tile);
       const uint32_t number = work.number;  // n, for which there was no register
       shared->items_barriers.Free(Shared::ItemState::Of(number));
       n = number + 1;
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kPrefillThreads, 1)
 }
 
 template <>
-PrefillKernel PrefillKernelOf<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE>(const Params& p) {
+Kernel KernelOf<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE>(const Params& p) {
   using T = XLA_GPU_STORAGE;
   using C = XLA_GPU_CACHE;
   auto* kernel = PrefillAttention<T, C, XLA_GPU_HEAD_SIZE, false>;
@@ -53,8 +53,8 @@ PrefillKernel PrefillKernelOf<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE>
   if constexpr (!kIs8Bit<C>) {
     if (IsPlain(p)) kernel = PrefillAttention<T, C, XLA_GPU_HEAD_SIZE, true>;
   }
-  constexpr int kBytes = sizeof(PrefillShared<T, C, XLA_GPU_HEAD_SIZE>);
-  return {{kernel, kPrefillThreads, kBytes}, kPrefillRows};
+  constexpr int kBytes = sizeof(Shared<T, C, XLA_GPU_HEAD_SIZE>);
+  return {{kernel, kBlockThreads, kBytes}, kItemRows};
 }
 
-}  // namespace xla_gpu::paged_attention
+}  // namespace xla_gpu::paged_attention::sm90

@@ -1,4 +1,4 @@
-// The producer of the prefill kernel: finds the work items and fills the places that prefill.cuh
+// The producer of the prefill kernel: finds the work items and fills the places that shared.cuh
 // declares.
 #pragma once
 
@@ -7,9 +7,9 @@
 #include "../query.cuh"
 #include "../schedule.cuh"
 #include "../softmax.cuh"
-#include "prefill.cuh"
+#include "shared.cuh"
 
-namespace xla_gpu::paged_attention {
+namespace xla_gpu::paged_attention::sm90 {
 
 // The rows of a KV tile of an 8-bit cache that a warp copies, by way of its registers.
 template <typename C, typename CacheRows, int kPositions>
@@ -105,8 +105,8 @@ class WidenedRows {
 };
 
 template <typename T, typename C, int kHeadSize>
-class PrefillProducer {
-  using Shared = PrefillShared<T, C, kHeadSize>;
+class Producer {
+  using Shared = sm90::Shared<T, C, kHeadSize>;
   using QueryRows = typename Shared::QueryRows;
   using CacheRows = typename Shared::CacheRows;
   static constexpr int kTile = Shared::kTile;
@@ -118,8 +118,7 @@ class PrefillProducer {
   using Widened = std::conditional_t<kIs8Bit<C>, WidenedRows<C, CacheRows, kPositions>, NoRows>;
 
  public:
-  __device__ PrefillProducer(const Params& p, const Scratch& scratch, const PrefillMaps& maps,
-                             Shared* shared)
+  __device__ Producer(const Params& p, const Scratch& scratch, const Maps& maps, Shared* shared)
       : p_(p),
         scratch_(scratch),
         maps_(maps),
@@ -129,7 +128,7 @@ class PrefillProducer {
 
   __device__ void Run(QueryLengths lengths) {
     gpu::WaitForKernelsBefore();
-    Schedule schedule(p_, lengths, kPrefillRows, &shared_.schedule);
+    Schedule schedule(p_, lengths, kItemRows, &shared_.schedule);
     gpu::Arrive(&shared_.values_barriers.filled[0]);  // the place that is skipped
     for (uint32_t next = 0; CopyTiles(&schedule, next); ++next) {
     }
@@ -149,7 +148,7 @@ class PrefillProducer {
     if (threadIdx.x >= kConsumers) return;
     const auto stage = Shared::ItemState::Of(gpu::Opaque(n));
     shared_.items_barriers.WaitFreed(stage);
-    PrefillWork& work = shared_.work[stage.index][threadIdx.x];
+    Work& work = shared_.work[stage.index][threadIdx.x];
     if (item != nullptr) {
       work.number = n;
       work.item = *item;
@@ -441,11 +440,11 @@ class PrefillProducer {
 
   const Params& p_;
   const Scratch& scratch_;
-  const PrefillMaps& maps_;
+  const Maps& maps_;
   Shared& shared_;
   int lane_;
   int warp_;
   typename Shared::TileState stage_;  // of the next K, or of the last V
 };
 
-}  // namespace xla_gpu::paged_attention
+}  // namespace xla_gpu::paged_attention::sm90

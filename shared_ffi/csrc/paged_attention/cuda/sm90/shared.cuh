@@ -24,7 +24,7 @@
 // Values that are infinite or NaN stay out of products where rows of the item differ in what they
 // attend to. Both consumers add them to sums of rows that do, and then make them zeros.
 //
-// Who fills a place in shared memory, and who frees it (PrefillShared has the places, `filled` and
+// Who fills a place in shared memory, and who frees it (Shared has the places, `filled` and
 // `freed` their barriers):
 //
 //   work    kItems        by a thread of the producer for each consumer; freed by the warps of both
@@ -38,7 +38,7 @@
 //                         the weights
 //
 // Tensor copies bring the KV tiles that lie wholly in an item, if its blocks have a multiple of
-// kBoxPositions and there are maps of the cache (PrefillMaps). Threads copy other tiles: behind the
+// kBoxPositions and there are maps of the cache (Maps). Threads copy other tiles: behind the
 // end may be NaN, which a weight of zero would not remove. A consumer has fenced what threads wrote
 // when it frees a place, as a tensor copy may fill it next. What the producer widens it fences
 // itself: a consumer's turn is the longer one.
@@ -49,7 +49,7 @@
 // skipped, once, before the first tile.
 //
 // The producer fills in this order: keys and values tile by tile, the query between them, the next
-// item's work when all places are full (PrefillProducer::CopyTiles). A place is filled again for
+// item's work when all places are full (Producer::CopyTiles). A place is filled again for
 // the next tile, whichever item's it is: a place that a consumer has not freed is the only thing
 // that the producer waits for. The consumers free all tiles of an item, also those that they skip.
 //
@@ -74,18 +74,18 @@
 #include "../pipeline.cuh"
 #include "../schedule.cuh"
 
-namespace xla_gpu::paged_attention {
+namespace xla_gpu::paged_attention::sm90 {
 
 inline constexpr int kConsumers = 2;
 inline constexpr int kConsumerRows = 64;  // rows of a warpgroup's product
-inline constexpr int kPrefillRows = kConsumers * kConsumerRows;
-inline constexpr int kPrefillThreads = (1 + kConsumers) * kThreads;
+inline constexpr int kItemRows = kConsumers * kConsumerRows;
+inline constexpr int kBlockThreads = (1 + kConsumers) * kThreads;
 
 // Registers per thread. A thread block starts with all registers of a multiprocessor, divided
 // evenly. Then the producer gives a part of its share to the consumers.
 template <typename C, int kHeadSize>
-struct PrefillRegisters {
-  static constexpr int kLaunch = 64 * 1024 / kPrefillThreads / 8 * 8;
+struct Registers {
+  static constexpr int kLaunch = 64 * 1024 / kBlockThreads / 8 * 8;
   static constexpr int kProducer = kIs8Bit<C> || kHeadSize == 64 ? 88 : 72;
   static constexpr int kConsumer = kIs8Bit<C> || kHeadSize == 64 ? 208 : 216;
   static_assert(kProducer + kConsumers * kConsumer <= (1 + kConsumers) * kLaunch,
@@ -154,7 +154,7 @@ struct SwizzledRows {
 };
 
 // A consumer's part of a work item. Some of the item's KV tiles may hold no positions of its rows.
-struct PrefillWork {
+struct Work {
   Item item;  // num_rows = -1 marks the end
   Item rows;
   CommonRange common;  // of the item's rows
@@ -168,7 +168,7 @@ struct PrefillWork {
 
 // The shared memory of a thread block. T: type of the query. C: type of the cache.
 template <typename T, typename C, int kHeadSize>
-struct PrefillShared {
+struct Shared {
   using Element = std::conditional_t<kIs8Bit<C>, Half, T>;
   static constexpr int kTile = kHeadSize <= 128 ? 128 : 64;  // positions
   static constexpr int kItems = 3;                           // work items in memory
@@ -197,10 +197,10 @@ struct PrefillShared {
   PipelineBarriers<kStages> keys_barriers;
   PipelineBarriers<kStages> values_barriers;
   PipelineBarriers<kItems> items_barriers;
-  PrefillWork work[kItems][kConsumers];
+  Work work[kItems][kConsumers];
   Schedule::Shared schedule;
   int32_t number;  // of the producer's next work item
-  // Whether references of a warp's rows change inside a tile (PrefillConsumer::InBlocks), for the
+  // Whether references of a warp's rows change inside a tile (Consumer::InBlocks), for the
   // turn that multiplies its values. A warp may write that of the next turn while another one
   // reads.
   alignas(16) uint32_t in_blocks[kConsumers][2][kWarps];
@@ -225,4 +225,4 @@ struct PrefillShared {
   }
 };
 
-}  // namespace xla_gpu::paged_attention
+}  // namespace xla_gpu::paged_attention::sm90

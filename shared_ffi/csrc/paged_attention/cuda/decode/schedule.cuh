@@ -5,9 +5,9 @@
 
 #include "../order.h"
 #include "../schedule.cuh"
-#include "decode_numbers.h"
+#include "numbers.h"
 
-namespace xla_gpu::paged_attention {
+namespace xla_gpu::paged_attention::decode {
 
 // What blocks do not cut, and what has a slot for its partial result: a leaf, or a group where the
 // leaves of the batch have more slots than there are, or all of a sequence and kv head. It decides
@@ -26,7 +26,7 @@ __device__ __forceinline__ uint32_t UnitEnd(Unit unit, int32_t position) {
 
 // A split of a sequence and kv head: neighbouring units that a thread block computes. It has all
 // query rows of the sequence.
-struct alignas(16) DecodeSplit {
+struct alignas(16) Split {
   int32_t sequence;
   int32_t kv_head;
   int32_t first_token;
@@ -55,7 +55,7 @@ struct alignas(16) DecodeSplit {
   // first one.
   template <int kTile>
   __device__ int32_t BeginTile() const {
-    return static_cast<uint32_t>(begin) / kLargestDecodeTile * (kLargestDecodeTile / kTile);
+    return static_cast<uint32_t>(begin) / kWidestTile * (kWidestTile / kTile);
   }
   template <int kTile>
   __device__ int32_t EndTile() const {
@@ -89,7 +89,7 @@ struct alignas(16) DecodeSplit {
             (flags & kIsCausal) != 0};
   }
 };
-static_assert(sizeof(DecodeSplit) == 48, "padding would be copied, too, byte by byte");
+static_assert(sizeof(Split) == 48, "padding would be copied, too, byte by byte");
 
 // For numbers that are not negative, as unsigned ones: a shift.
 template <int kTile>
@@ -98,14 +98,14 @@ __device__ __forceinline__ int32_t TilesTo(int32_t position) {
 }
 
 // A copy of a sequence's lengths, in 32 bits. See Sequence.
-struct DecodeLengths {
+struct Lengths {
   int32_t first_token = 0;
   int32_t next_token = 0;
   int32_t context_len = 0;
   int32_t is_causal = 1;
 
-  DecodeLengths() = default;
-  __device__ DecodeLengths(const Params& p, const DecodeNumbers& numbers, int32_t s) {
+  Lengths() = default;
+  __device__ Lengths(const Params& p, const Numbers& numbers, int32_t s) {
     if (s >= numbers.max_seqs) return;
     first_token = gpu::LoadOnce(p.query_start_loc + s);
     next_token = gpu::LoadOnce(p.query_start_loc + s + 1);
@@ -118,12 +118,12 @@ struct DecodeLengths {
                                 static_cast<uint32_t>(first_token));
   }
 
-  __device__ bool HasRows(const DecodeNumbers& numbers) const {
+  __device__ bool HasRows(const Numbers& numbers) const {
     return 0 <= first_token && first_token <= next_token && next_token <= numbers.num_tokens;
   }
 
   // Whether they are legal, and the sequence is the decode kernel's.
-  __device__ bool AreLegal(const DecodeNumbers& numbers) const {
+  __device__ bool AreLegal(const Numbers& numbers) const {
     const int32_t q_len = QueryLen();
     return HasRows(numbers) && 0 < q_len && q_len <= numbers.max_query_len &&
            context_len >= (is_causal ? q_len : 0) && context_len <= numbers.capacity;
@@ -137,11 +137,10 @@ struct DecodeLengths {
 // Splits are ordered by sequence, kv head and position. All lanes of the warp call each function
 // and get the same result. Place: holds the number of KV tiles of all sequences and kv heads.
 template <bool kIsPlain, int kTile, typename Place>
-class DecodeSchedule {
+class Schedule {
  public:
   // Starts to load, if it is to be used, and waits for nothing.
-  __device__ DecodeSchedule(const Params& p, const Scratch& scratch, const DecodeNumbers& numbers,
-                            bool loads)
+  __device__ Schedule(const Params& p, const Scratch& scratch, const Numbers& numbers, bool loads)
       : p_(p),
         scratch_(scratch),
         numbers_(numbers),
@@ -149,7 +148,7 @@ class DecodeSchedule {
         kv_head_(numbers.num_kv_heads) {
     if (!loads) return;
     num_seqs_ = gpu::LoadOnce(p.num_seqs);
-    lengths_ = DecodeLengths(p, numbers, lane_);
+    lengths_ = Lengths(p, numbers, lane_);
   }
 
   // Finds the block's share. Called once, before Next.
@@ -160,7 +159,7 @@ class DecodeSchedule {
     if (broken != 0) num_seqs_ = gpu::FirstOf(broken);
     Count total;
     while (true) {
-      CountWindow();
+      CountSection();
       total = {gpu::Shuffle(ends_.tiles, gpu::kWarpSize - 1),
                gpu::Shuffle(ends_.slots, gpu::kWarpSize - 1)};
       if (num_seqs_ > gpu::kWarpSize) total = CountAll();
@@ -183,14 +182,14 @@ class DecodeSchedule {
 
   // The block's next split, or the end. It is called in one place, and each of its steps too: a
   // thread block computes few splits, and instructions are slow to come.
-  __device__ void Next(DecodeSplit* work) {
+  __device__ void Next(Split* work) {
     while (left_ > 0 && kv_head_ == numbers_.num_kv_heads) FindSequence();
     if (left_ <= 0) {
       work->q_len = -1;
       work->end = 0;  // the rest is never used
       return;
     }
-    work->sequence = window_ + place_;
+    work->sequence = section_ + place_;
     work->kv_head = kv_head_;
     work->first_token = first_token_;
     work->q_len = q_len_;
@@ -204,7 +203,7 @@ class DecodeSchedule {
     if (work->begin >= work->end) work->begin = work->end = 0;
     work->slot = slot_;
     work->flags = static_cast<uint32_t>(own_unit_);
-    if (is_causal_ != 0) work->flags |= DecodeSplit::kIsCausal;
+    if (is_causal_ != 0) work->flags |= Split::kIsCausal;
     Advance(work->to < context_len_ ? TilesTo<kTile>(work->to - from_) : tiles);
     GoTo(kv_head_, work->to);
   }
@@ -235,7 +234,7 @@ class DecodeSchedule {
 
   // The first position of a sequence that counts: that of the block of 32 with the first one that
   // its rows attend to.
-  __device__ int32_t BeginOf(const DecodeLengths& lengths) const {
+  __device__ int32_t BeginOf(const Lengths& lengths) const {
     int32_t begin = numbers_.WindowBegin(lengths.context_len - lengths.QueryLen());
     if (p_.bidirectional_ranges != nullptr) {
 #pragma unroll 1
@@ -244,12 +243,12 @@ class DecodeSchedule {
         if (!range.IsEmpty()) begin = min(begin, static_cast<int32_t>(range.begin));
       }
     }
-    return begin & -kLargestDecodeTile;
+    return begin & -kWidestTile;
   }
 
   // What it has; nothing if it is not this kernel's. One whose window has few positions is one
   // unit, wherever it begins. It needs no slot.
-  __device__ Count CountOf(const DecodeLengths& lengths, int32_t* begin) const {
+  __device__ Count CountOf(const Lengths& lengths, int32_t* begin) const {
     *begin = 0;
     if (!lengths.AreLegal(numbers_)) return {0, 0};
     *begin = BeginOf(lengths);
@@ -265,9 +264,9 @@ class DecodeSchedule {
   }
 
   // Counts the sequences whose lengths the lanes have.
-  __device__ void CountWindow() {
+  __device__ void CountSection() {
     own_ = {0, 0};
-    if (window_ + lane_ < num_seqs_) own_ = CountOf(lengths_, &begin_of_lane_);
+    if (section_ + lane_ < num_seqs_) own_ = CountOf(lengths_, &begin_of_lane_);
     ends_ = own_;
     const int lane = gpu::Opaque(lane_);  // else comparisons with it are kept in all predicates
 #pragma unroll
@@ -277,10 +276,10 @@ class DecodeSchedule {
     }
   }
 
-  __device__ void LoadWindow(int32_t window) {
-    window_ = window;
-    lengths_ = DecodeLengths(p_, numbers_, window + lane_);
-    CountWindow();
+  __device__ void LoadSection(int32_t section) {
+    section_ = section;
+    lengths_ = Lengths(p_, numbers_, section + lane_);
+    CountSection();
   }
 
   // Counts all sequences. A sequence without a valid range ends the batch.
@@ -291,7 +290,7 @@ class DecodeSchedule {
       int32_t broken = num_seqs_;
 #pragma unroll kUnrolled
       for (int32_t s = gpu::kWarpSize + lane_; s < num_seqs_; s += gpu::kWarpSize) {
-        const DecodeLengths lengths(p_, numbers_, s);
+        const Lengths lengths(p_, numbers_, s);
         if (!lengths.HasRows(numbers_)) broken = min(broken, s);
         int32_t begin;
         const Count of_sequence = CountOf(lengths, &begin);
@@ -330,11 +329,11 @@ class DecodeSchedule {
       if (passed < gpu::kWarpSize) break;
       at_ -= gpu::Shuffle(ends_.tiles, gpu::kWarpSize - 1) * heads;
       slots_before_ += gpu::Shuffle(ends_.slots, gpu::kWarpSize - 1);
-      if (window_ + gpu::kWarpSize >= num_seqs_) {  // the lengths have changed since
+      if (section_ + gpu::kWarpSize >= num_seqs_) {  // the lengths have changed since
         left_ = 0;
         return;
       }
-      LoadWindow(window_ + gpu::kWarpSize);
+      LoadSection(section_ + gpu::kWarpSize);
     }
     TakeSequence(passed);
     const Place after_begin = at_ - (gpu::Shuffle(ends_.tiles, passed) - num_tiles_) * heads;
@@ -373,34 +372,34 @@ class DecodeSchedule {
 
   const Params& p_;
   const Scratch& scratch_;
-  const DecodeNumbers& numbers_;
+  const Numbers& numbers_;
   const int lane_;
   Unit unit_ = Unit::kLeaf;  // of the batch
   int32_t num_seqs_;
-  int32_t window_ = 0;      // the first sequence whose lengths the lanes have
-  DecodeLengths lengths_;   // of the lane's sequence
+  int32_t section_ = 0;     // the first sequence whose lengths the lanes have
+  Lengths lengths_;         // of the lane's sequence
   Count own_;               // of that, for each of its kv heads
   int32_t begin_of_lane_;   // its first position that counts
-  Count ends_;              // the counts of the window up to this lane
-  Place slots_before_ = 0;  // of the windows before
-  Place at_;                // the block's place, in tiles of all kv heads from the window on
+  Count ends_;              // the counts of the section up to this lane
+  Place slots_before_ = 0;  // of the sections before
+  Place at_;                // the block's place, in tiles of all kv heads from the section on
   Place left_;              // tiles of the block's share
 
   int32_t kv_head_;  // of the next split. numbers.num_kv_heads: one of the next sequence
 
   // The next split. TakeSequence and GoTo set it, and nothing before: that costs instructions.
   int32_t from_;
-  int place_;  // of its sequence in the window
+  int place_;  // of its sequence in the section
   int32_t first_token_;
   int32_t q_len_;
   int32_t context_len_;
   int32_t is_causal_;
   int32_t num_tiles_;
   int32_t begin_;
-  int32_t slot_;  // see DecodeSplit
+  int32_t slot_;  // see Split
   Unit own_unit_;
   int32_t attended_begin_;
   int32_t attended_end_;
 };
 
-}  // namespace xla_gpu::paged_attention
+}  // namespace xla_gpu::paged_attention::decode

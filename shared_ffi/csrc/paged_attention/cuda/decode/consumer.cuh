@@ -2,27 +2,26 @@
 #pragma once
 
 #include "../partial_results.cuh"
-#include "decode.cuh"
+#include "shared.cuh"
 
-namespace xla_gpu::paged_attention {
+namespace xla_gpu::paged_attention::decode {
 
 // Parts of a row that are merged at once: a group's leaves, of which the first has more.
 inline constexpr int kPartsAtOnce = LeafOf(kGroup);
 static_assert(kPartsAtOnce <= gpu::kWarpSize, "each lane finds the factors of a part");
 
 template <typename T, typename C, int kHeadSize, int kKib>
-class DecodeConsumer {
-  using Shared = DecodeShared<T, C, kHeadSize, kKib>;
+class Consumer {
+  using Shared = decode::Shared<T, C, kHeadSize, kKib>;
   using QueryRows = typename Shared::QueryRows;
   using CacheRows = typename Shared::CacheRows;
   using TileState = typename Shared::TileState;
   static constexpr int kTile = Shared::kTile;
   using Query = typename Shared::Query;
   static constexpr int kOwnColumns = kHeadSize / kWarps;  // of V, of a warp
-  using Products =
-      WarpProducts<Query, C, kHeadSize, kDecodePart, QueryRows, CacheRows, kOwnColumns>;
-  static constexpr int kBlocks = kDecodeTurn / 8;  // of 8 positions, of a turn
-  static_assert(kLargestDecodeTile == Softmax::kBlockPositions, "turns begin with a whole block");
+  using Products = WarpProducts<Query, C, kHeadSize, kStrip, QueryRows, CacheRows, kOwnColumns>;
+  static constexpr int kBlocks = kTurn / 8;  // of 8 positions, of a turn
+  static_assert(kWidestTile == Softmax::kBlockPositions, "turns begin with a whole block");
 
   static constexpr int kPartsOnTheirWay = kHeadSize > 128 ? 6 : 12;  // as registers allow
 
@@ -55,8 +54,8 @@ class DecodeConsumer {
   };
 
  public:
-  __device__ DecodeConsumer(const Params& p, const Scratch& scratch, const DecodeNumbers& numbers,
-                            Shared* shared)
+  __device__ Consumer(const Params& p, const Scratch& scratch, const Numbers& numbers,
+                      Shared* shared)
       : p_(p),
         scratch_(scratch),
         numbers_(numbers),
@@ -67,11 +66,11 @@ class DecodeConsumer {
 
   __device__ void Run() {
     ResetCounter(scratch_);
-    if (numbers_.is_last) DecodeOtherRows<T>(p_, numbers_).Write();
+    if (numbers_.is_last) OtherRows<T>(p_, numbers_).Write();
     for (uint32_t n = 0;; ++n) {  // one register, not two
       const auto stage = Shared::ItemState::Of(n);
       shared_.work_barriers.WaitFilled(stage);
-      const DecodeWork& work = shared_.work[stage.index];
+      const Work& work = shared_.work[stage.index];
       if (work.split.IsEnd()) return;
       Compute(work, shared_.query[stage.index], shared_.query_factors[stage.index]);
       if (!work.split.IsWhole()) Merge(work);
@@ -83,8 +82,8 @@ class DecodeConsumer {
  private:
   // Computes a split. Its leaves are added up from the beginning of their group on, and groups from
   // the beginning of the sequence on. What cannot be added up here becomes a part.
-  __device__ void Compute(const DecodeWork& work, const Query* query, const float* query_factors) {
-    const DecodeSplit& split = work.split;
+  __device__ void Compute(const Work& work, const Query* query, const float* query_factors) {
+    const Split& split = work.split;
     const Item& item = work.item;
     Softmax softmax(p_, item, lane_ / 4, work.rows[lane_ / 4].range,
                     work.rows[lane_ / 4 + 8].range);
@@ -105,8 +104,8 @@ class DecodeConsumer {
       softmax.BeginLeaf();
       const int32_t last = min(leaf_end, end);
 #pragma unroll 1
-      for (int32_t position = max(at, begin); position < last; position += kDecodeTurn) {
-        TakeTurn(item, common, query, position, min(last, position + kDecodeTurn), &softmax, &leaf);
+      for (int32_t position = max(at, begin); position < last; position += kTurn) {
+        TakeTurn(item, common, query, position, min(last, position + kTurn), &softmax, &leaf);
       }
       const Sums found = SumsOf(softmax, leaf);
       if (at == group_from) {
@@ -200,16 +199,16 @@ class DecodeConsumer {
   __device__ __forceinline__ void TakeTurn(const Item& item, const CommonRange& common,
                                            const Query* query, int32_t begin, int32_t end,
                                            Softmax* softmax, Products* leaf) {
-    const int num_parts = static_cast<unsigned>(end - begin + kDecodePart - 1) / kDecodePart;
-    constexpr int kPartsOfTile = kTile / kDecodePart;
+    const int num_strips = static_cast<unsigned>(end - begin + kStrip - 1) / kStrip;
+    constexpr int kStripsOfTile = kTile / kStrip;
     auto& exchanged = shared_.logits[turn_];
     turn_ ^= 1;
     {
       float own[2][4];
-      if (warp_ < num_parts) {
-        const TileState stage = StageOf(warp_ / kPartsOfTile);
-        const int first = warp_ % kPartsOfTile * kDecodePart;
-        const int32_t position = begin + warp_ * kDecodePart;
+      if (warp_ < num_strips) {
+        const TileState stage = StageOf(warp_ / kStripsOfTile);
+        const int first = warp_ % kStripsOfTile * kStrip;
+        const int32_t position = begin + warp_ * kStrip;
         shared_.tiles_barriers.WaitFilled(stage);
         if (warp_ == 0) gpu::Stamp(gpu::Moment::kFirstTile, /*first_counts=*/true);
         for (auto& block : own) block[0] = block[1] = block[2] = block[3] = 0;
@@ -217,8 +216,7 @@ class DecodeConsumer {
         if (kIs8Bit<C> && !leaves_scale_out_) {
           Products::ScaleLogits(shared_.scales[stage.index] + first, own);
         }
-        softmax->ToLogits(position, /*masked=*/!common.Contains(position, position + kDecodePart),
-                          own);
+        softmax->ToLogits(position, /*masked=*/!common.Contains(position, position + kStrip), own);
       } else {
         for (auto& block : own) block[0] = block[1] = block[2] = block[3] = -kInfinity;
       }
@@ -228,7 +226,7 @@ class DecodeConsumer {
                                       own[1][2 * r + 1]};
       }
     }
-    gpu::SyncThreads(kDecodeConsumersBarrier, kThreads);
+    gpu::SyncThreads(kConsumersBarrier, kThreads);
     float weights[kBlocks][4];
 #pragma unroll
     for (int n = 0; n < kBlocks; n += 2) {
@@ -254,28 +252,28 @@ class DecodeConsumer {
     softmax->template WeighLeaf<4, 8>(factors, weights);
     if constexpr (!kIsInteger<C>) {
       if (common.RowsDiffer(item, begin, end)) {
-        for (int n = 0; n * kDecodePart < end - begin; ++n) {
-          SetAsideNonFinite(*softmax, begin + n * kDecodePart, StageOf(n / kPartsOfTile),
-                            n % kPartsOfTile * kDecodePart, leaf);
+        for (int n = 0; n * kStrip < end - begin; ++n) {
+          SetAsideNonFinite(*softmax, begin + n * kStrip, StageOf(n / kStripsOfTile),
+                            n % kStripsOfTile * kStrip, leaf);
         }
       }
     }
 #pragma unroll
     for (int n = 0; n < kWarps; ++n) {
-      if (n >= num_parts) break;
+      if (n >= num_strips) break;
       if (n == 2 && gpu::AnyInWarp((drops[0] | drops[1]) > 0xff)) Shrink(drops, 1, leaf);
-      const TileState stage = StageOf(n / kPartsOfTile);
-      const int first = n % kPartsOfTile * kDecodePart;
-      auto& of_part = *reinterpret_cast<float(*)[2][4]>(&weights[2 * n]);
+      const TileState stage = StageOf(n / kStripsOfTile);
+      const int first = n % kStripsOfTile * kStrip;
+      auto& of_strip = *reinterpret_cast<float(*)[2][4]>(&weights[2 * n]);
       if (kIs8Bit<C> && !leaves_scale_out_) {
-        Products::ScaleWeights(shared_.scales[stage.index] + first, of_part);
-        leaf->template AddValues<BFloat16>(ValuesOf(stage), first, of_part);
+        Products::ScaleWeights(shared_.scales[stage.index] + first, of_strip);
+        leaf->template AddValues<BFloat16>(ValuesOf(stage), first, of_strip);
       } else {
-        leaf->template AddValues<Query>(ValuesOf(stage), first, of_part);
+        leaf->template AddValues<Query>(ValuesOf(stage), first, of_strip);
       }
-      if (first + kDecodePart == kTile || n + 1 == num_parts) shared_.tiles_barriers.Free(stage);
+      if (first + kStrip == kTile || n + 1 == num_strips) shared_.tiles_barriers.Free(stage);
     }
-    tiles_ = StageOf((num_parts + kPartsOfTile - 1) / kPartsOfTile);
+    tiles_ = StageOf((num_strips + kStripsOfTile - 1) / kStripsOfTile);
   }
 
   // The warp's columns of V of a tile.
@@ -303,9 +301,9 @@ class DecodeConsumer {
       return values + i / kOwnColumns * CacheRows::kStride + i % kOwnColumns;
     };
     const auto chunk = [&](int i) { return values + CacheRows::Offset(i / kChunks, i % kChunks); };
-    constexpr int kNumChunks = kDecodePart * kChunks;
+    constexpr int kNumChunks = kStrip * kChunks;
     if (!gpu::AnyInWarp(HoldsNonFinite<C>(lane_, kNumChunks, gpu::kWarpSize, chunk))) return;
-    softmax.template AddNonFinite<kDecodePart>(
+    softmax.template AddNonFinite<kStrip>(
         begin, leaf->sums,
         [&](int j, int n, int e) {
           return Products::Number(values + j * CacheRows::kStride, n, e);
@@ -314,7 +312,7 @@ class DecodeConsumer {
           return kIs8Bit<C> && !leaves_scale_out_ ? value * scales[j].v_scale : value;
         });
     __syncwarp();
-    ClearNonFinite(lane_, kDecodePart * kOwnColumns, gpu::kWarpSize, element);
+    ClearNonFinite(lane_, kStrip * kOwnColumns, gpu::kWarpSize, element);
     __syncwarp();
   }
 
@@ -338,9 +336,8 @@ class DecodeConsumer {
 
   // Writes what was found at positions [from, to), whole units, to the slot of the first one. The
   // slots of the others have moved there.
-  __device__ void WritePart(const DecodeWork& work, const Sums& sums, int32_t from,
-                            int32_t to) const {
-    const DecodeSplit& split = work.split;
+  __device__ void WritePart(const Work& work, const Sums& sums, int32_t from, int32_t to) const {
+    const Split& split = work.split;
     const int num_rows = split.q_len * numbers_.group;
     const int64_t slot = split.SlotOf(from);
 #pragma unroll
@@ -365,25 +362,25 @@ class DecodeConsumer {
   }
 
   // The number of a row in the scratch.
-  __device__ __forceinline__ int64_t IndexOf(const DecodeRow& row, int64_t slot) const {
+  __device__ __forceinline__ int64_t IndexOf(const QueryRow& row, int64_t slot) const {
     return (slot + row.token) * p_.num_heads + row.head;
   }
 
   // What a row's sums of values are multiplied by in the end. Writes its log-sum-exp, if `writes`.
-  __device__ __forceinline__ float Finish(const DecodeWork& work, int row, const RowState& found,
+  __device__ __forceinline__ float Finish(const Work& work, int row, const RowState& found,
                                           bool writes) const {
-    const DecodeRow& of_row = work.rows[row];
+    const QueryRow& of_row = work.rows[row];
     const RowState state = {found.max == kNoReference ? -kInfinity : found.max, found.sum};
     const WithSink finished(SinkOf(p_, of_row.head), state);
     const bool attends = p_.Attends(work.item.Tokens(), of_row.token);
-    float factor = finished.weight / DivisorOf(attends, finished.state.sum);
+    float factor = finished.weight / NonZeroSum(attends, finished.state.sum);
     // Without keys the scale may be NaN.
     if (kIs8Bit<C> && state.sum != 0) factor *= work.v_scale;
     if (writes) WriteLse(p_, work.split.first_token + of_row.token, of_row.head, finished.state);
     return factor;
   }
 
-  __device__ void WriteOutput(const DecodeWork& work, const Sums& sums) const {
+  __device__ void WriteOutput(const Work& work, const Sums& sums) const {
     const int num_rows = work.split.q_len * numbers_.group;
     float factors[2];
 #pragma unroll 1
@@ -401,7 +398,7 @@ class DecodeConsumer {
     for (int r = 0; r < 2; ++r) {
       const int row = lane_ / 4 + 8 * r;
       if (row >= num_rows) break;
-      const DecodeRow& of_row = work.rows[row];
+      const QueryRow& of_row = work.rows[row];
       T* output = static_cast<T*>(p_.output) +
                   p_.OutputOffset(work.split.first_token + of_row.token, of_row.head);
       ForColumns(sums, r, [&](int column, auto columns) {
@@ -414,8 +411,8 @@ class DecodeConsumer {
   // Arrives with what the block has found of a sequence and kv head. Who comes last merges what all
   // have. Of a long sequence blocks merge runs of groups side by side first. Nobody waits: if the
   // lengths change, so that thread blocks disagree, rows are wrong or not written.
-  __device__ void Merge(const DecodeWork& work) {
-    const DecodeSplit& split = work.split;
+  __device__ void Merge(const Work& work) {
+    const Split& split = work.split;
     const int32_t begin = split.sequence_begin, end = split.context_len;
     const int32_t first_group = static_cast<uint32_t>(begin) / kGroup;
     const int32_t num_units = split.CountUnits(begin, end);
@@ -461,9 +458,8 @@ class DecodeConsumer {
   }
 
   // Adds to a counter of a sequence and kv head. Returns whether it has the total now.
-  __device__ bool Completes(const DecodeSplit& split, int32_t counter, int32_t found,
-                            int32_t total) {
-    gpu::SyncThreads(kDecodeConsumersBarrier, kThreads);  // everyone has written, and read is_last
+  __device__ bool Completes(const Split& split, int32_t counter, int32_t found, int32_t total) {
+    gpu::SyncThreads(kConsumersBarrier, kThreads);  // everyone has written, and read is_last
     if (threadIdx.x == 0) {
       const int64_t head = int64_t{split.sequence} * numbers_.num_kv_heads + split.kv_head;
       int32_t* arrivals = scratch_.arrivals + head * scratch_.arrivals_of_head + counter;
@@ -472,7 +468,7 @@ class DecodeConsumer {
                                                        : AddFromNonce(arrivals, found, others));
       if (!gpu::kZerosArrivals && shared_.is_last) *arrivals = 0;
     }
-    gpu::SyncThreads(kDecodeConsumersBarrier, kThreads);
+    gpu::SyncThreads(kConsumersBarrier, kThreads);
     return shared_.is_last != 0;
   }
 
@@ -495,9 +491,9 @@ class DecodeConsumer {
   enum Parts { kOfLeaves, kOfGroups, kAsParts };
 
   // Merges the parts of groups, and the groups, for the warp's rows: every kWarps-th.
-  __device__ void MergeGroups(const DecodeWork& work, int32_t first_group, int32_t end_group,
+  __device__ void MergeGroups(const Work& work, int32_t first_group, int32_t end_group,
                               Parts parts) const {
-    const DecodeSplit& split = work.split;
+    const Split& split = work.split;
     const int num_rows = split.q_len * numbers_.group;
     const bool are_groups = split.UnitsAreGroups();
 #pragma unroll 1
@@ -594,13 +590,13 @@ class DecodeConsumer {
     }
   }
 
-  __device__ __forceinline__ void WriteRow(const DecodeWork& work, int row, Row merged) const {
+  __device__ __forceinline__ void WriteRow(const Work& work, int row, Row merged) const {
     const float factor = Finish(work, row, merged.state, lane_ == 0);
 #pragma unroll
     for (auto& four : merged.values) {
       for (float& x : four.column) x = gpu::Fma(x, factor, 0);
     }
-    const DecodeRow& of_row = work.rows[row];
+    const QueryRow& of_row = work.rows[row];
     const LaneColumns columns = OwnColumns();
     columns.Write(merged, static_cast<T*>(p_.output) + columns.first +
                               p_.OutputOffset(work.split.first_token + of_row.token, of_row.head));
@@ -617,7 +613,7 @@ class DecodeConsumer {
 
   const Params& p_;
   const Scratch& scratch_;
-  const DecodeNumbers& numbers_;
+  const Numbers& numbers_;
   Shared& shared_;
   const int lane_;
   const int warp_;
@@ -626,4 +622,4 @@ class DecodeConsumer {
   int turn_ = 0;     // the place of its logits
 };
 
-}  // namespace xla_gpu::paged_attention
+}  // namespace xla_gpu::paged_attention::decode

@@ -4,16 +4,16 @@
 
 #include "../query.cuh"
 #include "../state.cuh"
-#include "decode_schedule.cuh"
+#include "schedule.cuh"
 
-namespace xla_gpu::paged_attention {
+namespace xla_gpu::paged_attention::decode {
 
 // All consumer warps of all thread blocks write a share. Each warp reads the lengths, 32 sequences
 // at a time. T: type of the output.
 template <typename T>
-class DecodeOtherRows {
+class OtherRows {
  public:
-  __device__ DecodeOtherRows(const Params& p, const DecodeNumbers& numbers)
+  __device__ OtherRows(const Params& p, const Numbers& numbers)
       : p_(p), numbers_(numbers), lane_(threadIdx.x % gpu::kWarpSize) {}
 
   // All lanes of a warp call it. The code that writes rows is there once.
@@ -22,9 +22,9 @@ class DecodeOtherRows {
     // A sequence without a valid range of tokens ends the batch.
     bool is_broken = num_seqs < 0 || num_seqs > numbers_.max_seqs;
     if (is_broken) num_seqs = 0;
-    DecodeLengths lengths;
-    uint32_t others = 0;  // the lanes of this window whose sequences have no items
-    int32_t window = 0, batch_end = 0;
+    Lengths lengths;
+    uint32_t others = 0;  // the lanes of this section whose sequences have no items
+    int32_t section = 0, batch_end = 0;
     bool is_end = false;
 #pragma unroll 1
     do {
@@ -36,9 +36,9 @@ class DecodeOtherRows {
         begin = gpu::Shuffle(lengths.first_token, lane);
         end = gpu::Shuffle(lengths.next_token, lane);
         kind = gpu::Shuffle(lengths.AreLegal(numbers_), lane) ? kNothing : kFaulty;
-      } else if (window < num_seqs && !is_broken) {
-        lengths = DecodeLengths(p_, numbers_, window + lane_);
-        int count = min(gpu::kWarpSize, num_seqs - window);
+      } else if (section < num_seqs && !is_broken) {
+        lengths = Lengths(p_, numbers_, section + lane_);
+        int count = min(gpu::kWarpSize, num_seqs - section);
         const uint32_t broken = gpu::LanesWith(lane_ < count && !lengths.HasRows(numbers_));
         is_broken = broken != 0;
         if (is_broken) count = gpu::FirstOf(broken);
@@ -46,11 +46,11 @@ class DecodeOtherRows {
         others = gpu::LanesWith(lane_ < count && lengths.QueryLen() > 0 && !has_items);
         begin = 0;
         end = gpu::Shuffle(lengths.first_token, 0);
-        if (window > 0 || count == 0) end = 0;
+        if (section > 0 || count == 0) end = 0;
         const int32_t last_end = gpu::Shuffle(lengths.next_token, max(0, count - 1));
         if (count > 0) batch_end = last_end;
         kind = kPadding;
-        window += gpu::kWarpSize;
+        section += gpu::kWarpSize;
       } else {
         is_end = true;
       }
@@ -84,8 +84,8 @@ class DecodeOtherRows {
   }
 
   const Params& p_;
-  const DecodeNumbers& numbers_;
+  const Numbers& numbers_;
   const int lane_;
 };
 
-}  // namespace xla_gpu::paged_attention
+}  // namespace xla_gpu::paged_attention::decode

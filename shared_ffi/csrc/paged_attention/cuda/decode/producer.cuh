@@ -1,25 +1,24 @@
 // The warps of the decode kernel that find its work and copy K, V and queries.
 #pragma once
 
-#include "decode.cuh"
+#include "shared.cuh"
 
-namespace xla_gpu::paged_attention {
+namespace xla_gpu::paged_attention::decode {
 
 // The first warp finds the work items and copies K. The second one prepares the work items for the
 // consumers, and copies queries and V. All lanes call each function.
-template <typename T, typename C, int kHeadSize, int kKib, bool kPartsAreInBlocks>
-class DecodeProducer {
-  using Shared = DecodeShared<T, C, kHeadSize, kKib>;
+template <typename T, typename C, int kHeadSize, int kKib, bool kStripsAreInBlocks>
+class Producer {
+  using Shared = decode::Shared<T, C, kHeadSize, kKib>;
   using QueryRows = typename Shared::QueryRows;
   using CacheRows = typename Shared::CacheRows;
   using TileState = typename Shared::TileState;
   using ItemState = typename Shared::ItemState;
   static constexpr int kTile = Shared::kTile;
-  static constexpr int kParts = kTile / kDecodePart;
+  static constexpr int kStrips = kTile / kStrip;
 
  public:
-  __device__ DecodeProducer(const Params& p, const DecodeNumbers& numbers, bool copies_keys,
-                            Shared* shared)
+  __device__ Producer(const Params& p, const Numbers& numbers, bool copies_keys, Shared* shared)
       : p_(p),
         numbers_(numbers),
         shared_(*shared),
@@ -30,7 +29,7 @@ class DecodeProducer {
   // Goes through the splits that `find_next` finds: find_next(&split, stage).
   template <typename FindNext>
   __device__ void Run(const FindNext& find_next) {
-    DecodeSplit work, next;
+    Split work, next;
     work.begin = work.end = 0;  // no tiles; nothing else of it is read
     for (ItemState stage;; stage = stage.Next()) {
       find_next(&next, stage);
@@ -45,17 +44,17 @@ class DecodeProducer {
 
  private:
   // What the consumers need of a split, and its query.
-  __device__ void PublishWork(const DecodeSplit& split, ItemState stage) {
+  __device__ void PublishWork(const Split& split, ItemState stage) {
     shared_.work_barriers.WaitFreed(stage);
-    DecodeWork& work = shared_.work[stage.index];
+    Work& work = shared_.work[stage.index];
     const Item item = split.AsItem(numbers_.group);
     float k_scale = 1, v_scale = 1;  // on their way until the query is there, too
     if (kIs8Bit<C> && Shared::LeavesScaleOut(p_) && !split.IsEnd()) {
       k_scale = p_.k_scale.At(0, 0, item.kv_head);
       v_scale = p_.v_scale.At(0, 0, item.kv_head);
     }
-    if (lane_ < kDecodeRows) {
-      DecodeRow row = {};
+    if (lane_ < kItemRows) {
+      QueryRow row = {};
       if (lane_ < item.num_rows) {
         row.token = numbers_.TokenOf(lane_);
         row.head = HeadOf(item, lane_, row.token);
@@ -82,7 +81,7 @@ class DecodeProducer {
       }
     }
     // A row that does not exist has a scale, too, which decides all the same.
-    const bool is_missing = item.num_rows <= lane_ && lane_ < kDecodeRows;
+    const bool is_missing = item.num_rows <= lane_ && lane_ < kItemRows;
     if (kIs8Bit<C> && is_missing) shared_.query_factors[stage.index][lane_] = k_scale;
     const bool is_bad = gpu::AnyInWarp(HasBadTree(p_, item, lane_));
     if (lane_ == 0) {
@@ -103,13 +102,13 @@ class DecodeProducer {
     return item.kv_head * numbers_.group + row - token * numbers_.group;
   }
 
-  // The block ids of a part of a work item, of which each lane holds a few. They are on their way
-  // while the tiles of the part before are copied; nothing may use them in that loop.
+  // The block ids of some tiles of a work item, of which each lane holds a few. They are on their
+  // way while the tiles before these are copied; nothing may use them in that loop.
   //
-  // Where each part of a tile lies in one block, lane l has the id of the l-th block from the
+  // Where each strip of a tile lies in one block, lane l has the id of the l-th block from the
   // tile's on. Elsewhere it has those of every 32nd position from position l on, or from RowOfLane
   // on where a tile has so many.
-  static constexpr int kIds = kPartsAreInBlocks ? 1 : 2;
+  static constexpr int kIds = kStripsAreInBlocks ? 1 : 2;
   static constexpr int kTilesOfIds = kIds * gpu::kWarpSize / kTile;
 
   // Loads the ids for the tiles of a work item from `tile` on, up to the position `end`.
@@ -117,8 +116,8 @@ class DecodeProducer {
     const auto* table = reinterpret_cast<const int32_t*>(
         reinterpret_cast<const char*>(p_.block_tables) +
         static_cast<uint32_t>(sequence) * uint64_t{numbers_.table_bytes});
-    if constexpr (kPartsAreInBlocks) {
-      first_block_ = numbers_.parts_of_block.Quotient(tile * kParts);
+    if constexpr (kStripsAreInBlocks) {
+      first_block_ = numbers_.strips_of_block.Quotient(tile * kStrips);
       const uint32_t block = first_block_ + lane_;
       const bool is_in = block * numbers_.block_size.number < static_cast<uint32_t>(end);
       if (is_in) ids_[0] = table[block];
@@ -135,7 +134,7 @@ class DecodeProducer {
 
   // Copies the tiles of a work item, if it has any, and asks for the first block ids of the next
   // one.
-  __device__ void CopyTiles(const DecodeSplit& work, const DecodeSplit& next) {
+  __device__ void CopyTiles(const Split& work, const Split& next) {
     const int32_t next_tile = next.BeginTile<kTile>(), end_tile = work.EndTile<kTile>();
     int32_t tile = work.BeginTile<kTile>();
     if (work.begin == work.end) {  // fewer instructions before the first copy
@@ -148,16 +147,17 @@ class DecodeProducer {
       int32_t ids[kIds], end = tile + kTilesOfIds;
 #pragma unroll
       for (int i = 0; i < kIds; ++i) ids[i] = ids_[i];
-      if constexpr (kPartsAreInBlocks) {
-        end = TilesTo<kParts>((first_block + gpu::kWarpSize) * numbers_.parts_of_block.number);
+      if constexpr (kStripsAreInBlocks) {
+        end = TilesTo<kStrips>((first_block + gpu::kWarpSize) * numbers_.strips_of_block.number);
       }
       const bool is_end = end >= end_tile;
       if (is_end) end = end_tile;
       LoadIds(is_end ? next.sequence : work.sequence, is_end ? next.end : work.end,
               is_end ? next_tile : end);
-      if constexpr (kPartsAreInBlocks) {
-        CopyTilesOfParts(work, ids[0], tile * kParts - first_block * numbers_.parts_of_block.number,
-                         tile, end);
+      if constexpr (kStripsAreInBlocks) {
+        CopyTilesOfStrips(work, ids[0],
+                          tile * kStrips - first_block * numbers_.strips_of_block.number, tile,
+                          end);
       } else {
         CopyOtherTiles(work, ids, tile, end);
       }
@@ -194,17 +194,17 @@ class DecodeProducer {
 
   __device__ bool HasChunk() const { return lane_ % kChunks < cache_.of_row; }
   // Where it lies at position 0 of block 0. Never read where there is none.
-  __device__ const char* FirstChunk(const DecodeSplit& work) const {
+  __device__ const char* FirstChunk(const Split& work) const {
     const uint64_t first = static_cast<uint32_t>(work.kv_head) * static_cast<uint64_t>(cache_.head);
     // As one number: an offset that is added to it takes one instruction, not four.
     return gpu::Opaque(static_cast<const char*>(cache_.first) + (first + lane_ % kChunks) * 16);
   }
 
-  // Copies tiles [tile, end), one at least, each part of which lies in one block. Rows and columns
-  // out of range are filled with zeros. `id`: of the first part's block and those after it, in the
+  // Copies tiles [tile, end), one at least, each strip of which lies in one block. Rows and columns
+  // out of range are filled with zeros. `id`: of the first strip's block and those after it, in the
   // lanes.
-  __device__ void CopyTilesOfParts(const DecodeSplit& work, int32_t id, int32_t part_in_block,
-                                   int32_t tile, int32_t end) {
+  __device__ void CopyTilesOfStrips(const Split& work, int32_t id, int32_t strip_in_block,
+                                    int32_t tile, int32_t end) {
     const char* from = FirstChunk(work);
     const int first_row = lane_ / kChunks;
     const auto count = static_cast<uint32_t>(work.end - work.begin);
@@ -215,36 +215,36 @@ class DecodeProducer {
       const TileState stage = next_stage_;
       next_stage_ = stage.Next();
       const uint32_t after_begin = tile * kTile + first_row - work.begin;
-      int32_t blocks[kParts];  // of the parts
-      int32_t begins[kParts];  // in the block
+      int32_t blocks[kStrips];  // of the strips
+      int32_t begins[kStrips];  // in the block
       bool is_bad = false;
 #pragma unroll
-      for (int part = 0; part < kParts; ++part) {
-        const int32_t block = blocks[part] = gpu::Shuffle(id, lane);
-        begins[part] = part_in_block * kDecodePart;
+      for (int strip = 0; strip < kStrips; ++strip) {
+        const int32_t block = blocks[strip] = gpu::Shuffle(id, lane);
+        begins[strip] = strip_in_block * kStrip;
         const uint32_t chunks = static_cast<uint32_t>(block) * cache_.block +
-                                (begins[part] + first_row) * cache_.position;
+                                (begins[strip] + first_row) * cache_.position;
         const char* row_from = from + uint64_t{chunks} * 16;
         const bool exists = HasChunk() && IsBlock(block);
-        if (part == 0) shared_.tiles_barriers.WaitFreed(stage);
+        if (strip == 0) shared_.tiles_barriers.WaitFreed(stage);
         C* to = RowsOf(stage);
 #pragma unroll
-        for (int row = part * kDecodePart; row < (part + 1) * kDecodePart; row += kRowsAtOnce) {
+        for (int row = strip * kStrip; row < (strip + 1) * kStrip; row += kRowsAtOnce) {
           gpu::CopyAsync16(to + CacheRows::Offset(row, 0), row_from,
                            exists && after_begin + row < count);
           row_from += step;
         }
-        const int32_t begin = tile * kTile + part * kDecodePart, end_of_part = begin + kDecodePart;
-        const bool is_needed = begin < work.end && work.begin < end_of_part;
+        const int32_t begin = tile * kTile + strip * kStrip, end_of_strip = begin + kStrip;
+        const bool is_needed = begin < work.end && work.begin < end_of_strip;
         is_bad |= is_needed && !IsBlock(block);  // some tables end with the last position
-        if (++part_in_block == numbers_.parts_of_block.number) {
-          part_in_block = 0;
+        if (++strip_in_block == numbers_.strips_of_block.number) {
+          strip_in_block = 0;
           ++lane;
         }
       }
       if (kIs8Bit<C> && copies_keys_) {
-        const int row = lane_ % kTile, part = row / kDecodePart;
-        const int32_t block = blocks[part], offset = begins[part] + row % kDecodePart;
+        const int row = lane_ % kTile, strip = row / kStrip;
+        const int32_t block = blocks[strip], offset = begins[strip] + row % kStrip;
         const bool exists = IsBlock(block) && work.IsIn(tile * kTile + row);
         WriteScales(work, exists, block, offset, row, stage);
       }
@@ -253,7 +253,7 @@ class DecodeProducer {
   }
 
   // Copies tiles whose rows lie anywhere. A lane finds the slot of a position.
-  __device__ void CopyOtherTiles(const DecodeSplit& work, int32_t (&ids)[kIds], int32_t tile,
+  __device__ void CopyOtherTiles(const Split& work, int32_t (&ids)[kIds], int32_t tile,
                                  int32_t end) {
     static_assert(kTile == gpu::kWarpSize || 2 * kTile == gpu::kWarpSize, "or two tiles");
     static_assert(kSteps <= kChunks, "the lanes with a chunk have all its rows");
@@ -297,7 +297,7 @@ class DecodeProducer {
   }
 
   // Writes the scales of the positions of an 8-bit cache: each lane those of another row.
-  __device__ void WriteScales(const DecodeSplit& work, bool exists, int32_t block, int32_t offset,
+  __device__ void WriteScales(const Split& work, bool exists, int32_t block, int32_t offset,
                               int row, TileState stage) {
     if (Shared::LeavesScaleOut(p_)) return;
     PositionScales scales = {1, 1};
@@ -311,15 +311,15 @@ class DecodeProducer {
   }
 
   const Params& p_;
-  const DecodeNumbers& numbers_;
+  const Numbers& numbers_;
   Shared& shared_;
   const int lane_;
   const bool copies_keys_;
   const CacheChunks cache_;
-  DecodeWork* published_;  // the work item whose tiles are copied
+  Work* published_;  // the work item whose tiles are copied
   int32_t ids_[kIds];
   int32_t first_block_ = 0;  // that the lanes have ids of
   TileState next_stage_;     // of a tile
 };
 
-}  // namespace xla_gpu::paged_attention
+}  // namespace xla_gpu::paged_attention::decode

@@ -2,24 +2,24 @@
 #pragma once
 
 #include "../plain_calls.cuh"
-#include "decode_consumer.cuh"
-#include "decode_producer.cuh"
+#include "consumer.cuh"
+#include "producer.cuh"
 
-namespace xla_gpu::paged_attention {
+namespace xla_gpu::paged_attention::decode {
 
 // Whether the kernel for plain calls computes it.
 template <typename Shared>
-bool IsPlain(const Params& p, const DecodeNumbers& numbers) {
+bool IsPlain(const Params& p, const Numbers& numbers) {
   return IsPlain(p) && numbers.TilesFit31Bits() && (!Shared::kIsLarge || p.ScalesAreUniform());
 }
 
-// kIsPlain: see IsPlain. kPartsAreInBlocks: see DecodeNumbers.
-template <typename T, typename C, int kHeadSize, int kKib, bool kIsPlain, bool kPartsAreInBlocks>
-__global__ void __launch_bounds__(kDecodeThreads, DecodeShared<T, C, kHeadSize, kKib>::kBlocks)
-    DecodeAttention(Params params, Scratch scratch, DecodeNumbers numbers) {
-  using Shared = DecodeShared<T, C, kHeadSize, kKib>;
+// kIsPlain: see IsPlain. kStripsAreInBlocks: see Numbers.
+template <typename T, typename C, int kHeadSize, int kKib, bool kIsPlain, bool kStripsAreInBlocks>
+__global__ void __launch_bounds__(kBlockThreads, Shared<T, C, kHeadSize, kKib>::kBlocks)
+    DecodeAttention(Params params, Scratch scratch, Numbers numbers) {
+  using Shared = decode::Shared<T, C, kHeadSize, kKib>;
   using Schedule =
-      DecodeSchedule<kIsPlain, Shared::kTile, std::conditional_t<kIsPlain, int32_t, int64_t>>;
+      Schedule<kIsPlain, Shared::kTile, std::conditional_t<kIsPlain, int32_t, int64_t>>;
   static_assert(sizeof(Shared) <= Shared::kBytes, "a multiprocessor holds kBlocks thread blocks");
   const Params p = kIsPlain ? PlainParams(params, Shared::kIsLarge) : params;
   auto* shared = reinterpret_cast<Shared*>(gpu::SharedMemory());
@@ -33,14 +33,14 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeShared<T, C, kHeadSize, 
   __syncthreads();
   if (warp < kWarps) {
     if (warp == 0) gpu::Stamp(gpu::Moment::kReady);
-    DecodeConsumer<T, C, kHeadSize, kKib>(p, scratch, numbers, shared).Run();
+    Consumer<T, C, kHeadSize, kKib>(p, scratch, numbers, shared).Run();
     gpu::PrintStamps();
     return;
   }
   const auto produce = [&](bool copies_keys) {
     if (copies_keys) schedule.Start();
-    DecodeProducer<T, C, kHeadSize, kKib, kPartsAreInBlocks>(p, numbers, copies_keys, shared)
-        .Run([&](DecodeSplit* split, auto stage) {
+    Producer<T, C, kHeadSize, kKib, kStripsAreInBlocks>(p, numbers, copies_keys, shared)
+        .Run([&](Split* split, auto stage) {
           if (copies_keys) {
             schedule.Next(split);
             gpu::Stamp(gpu::Moment::kScheduled, /*first_counts=*/true);
@@ -59,4 +59,4 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeShared<T, C, kHeadSize, 
   }
 }
 
-}  // namespace xla_gpu::paged_attention
+}  // namespace xla_gpu::paged_attention::decode

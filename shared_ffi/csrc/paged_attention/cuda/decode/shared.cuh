@@ -29,17 +29,16 @@
 #include "../../../gpu/stamps.cuh"
 #include "../pipeline.cuh"
 #include "../products.cuh"
-#include "decode_other_rows.cuh"
-#include "decode_schedule.cuh"
+#include "other_rows.cuh"
+#include "schedule.cuh"
 
-namespace xla_gpu::paged_attention {
+namespace xla_gpu::paged_attention::decode {
 
-inline constexpr int kDecodeProducers = 2;  // warps
-inline constexpr int kDecodeThreads = kThreads + kDecodeProducers * gpu::kWarpSize;
-static_assert(kDecodeRows == kRowsPerWarpTile, "a work item is one tile of query rows");
-inline constexpr int kDecodeConsumersBarrier = 1;  // named barrier
-inline constexpr int kDecodeTurn =
-    kWarps * kDecodePart;  // positions that the consumers take at once
+inline constexpr int kProducers = 2;  // warps
+inline constexpr int kBlockThreads = kThreads + kProducers * gpu::kWarpSize;
+static_assert(kItemRows == kRowsPerWarpTile, "a work item is one tile of query rows");
+inline constexpr int kConsumersBarrier = 1;    // named barrier
+inline constexpr int kTurn = kWarps * kStrip;  // positions that the consumers take at once
 
 // The layout in shared memory of a KV tile: for each position K, then V. Rows are an odd number of
 // chunks of 16 bytes apart, so that the chunks of one column in eight adjacent rows lie in
@@ -60,31 +59,31 @@ struct KvPairRows {
 };
 
 // A row of a work item.
-struct alignas(16) DecodeRow {
+struct alignas(16) QueryRow {
   RowRange range;
   int32_t token;  // of the sequence
   int32_t head;
 };
 
 // What the consumers get of a work item.
-struct DecodeWork {
-  DecodeSplit split;
+struct Work {
+  Split split;
   Item item;  // the same. Its consumers have no registers for it
   CommonRange common;
   // Whether a block id is outside the pool, or a tree mask not legal: the rows become NaN. The warp
   // of V may find that until the last tile is there.
   int32_t is_bad;
   float v_scale;  // of an 8-bit cache, if all positions have one
-  DecodeRow rows[kDecodeRows];
+  QueryRow rows[kItemRows];
 };
 
 // The shared memory of a thread block. kKib: of a multiprocessor.
 template <typename T, typename C, int kHeadSize, int kKib>
-struct DecodeShared {
+struct Shared {
   using Query = std::conditional_t<kIs8Bit<C>, Half, T>;
   using QueryRows = SharedRows<Query, kHeadSize>;
   using CacheRows = KvPairRows<C, kHeadSize>;
-  static constexpr int kTile = kDecodeTile<C>;
+  static constexpr int kTile = kTilePositions<C>;
   static constexpr int kTileElements = kTile * CacheRows::kStride;
   static constexpr int kItems = 2;  // work items in memory
   static constexpr int kLogitsBytes = 2 * gpu::kWarpSize * static_cast<int>(sizeof(float4));
@@ -99,19 +98,19 @@ struct DecodeShared {
   static constexpr bool kHasTotals = kBlocks > 1;
   static constexpr int kTotalFours = kHasTotals ? 1 + kHeadSize / kWarps / 8 : 1;
   static constexpr int kOtherBytes = 2 * kWarps * kLogitsBytes + kTotalFours * kThreads * 16 +
-                                     kItems * kDecodeRows * (QueryRows::kStride * 2 + 4);
+                                     kItems * kItemRows * (QueryRows::kStride * 2 + 4);
   static constexpr int kScales = kIs8Bit<C> ? kTile : 1;
   static constexpr int kTileBytes = kTileElements * static_cast<int>(sizeof(C)) + kScales * 8 + 16;
   static constexpr int kStages = (kBytes - kOtherBytes - 1024) / kTileBytes;  // KV tiles in memory
-  static_assert(kStages * kTile >= (kIsLarge ? 2 : 1) * kDecodeTurn,
+  static_assert(kStages * kTile >= (kIsLarge ? 2 : 1) * kTurn,
                 "tiles are copied while others are read");
   using TileState = PipelineState<kStages>;
   using ItemState = PipelineState<kItems>;
 
   alignas(128) C tiles[kStages][kTileElements];
-  alignas(128) Query query[kItems][kDecodeRows * QueryRows::kStride];
+  alignas(128) Query query[kItems][kItemRows * QueryRows::kStride];
   // For an 8-bit cache: the powers of two, times the scale of K if all positions have one.
-  float query_factors[kItems][kDecodeRows];
+  float query_factors[kItems][kItemRows];
   // What each warp found for its 16 positions of a turn, as its lanes have it: for both of its rows
   // 4 logits. Turns take the places by turns.
   float4 logits[2][kWarps][2][gpu::kWarpSize];
@@ -120,8 +119,8 @@ struct DecodeShared {
   PipelineBarriers<kStages> tiles_barriers;
   PipelineBarriers<kItems> splits_barriers;  // from the warp of K to that of V
   PipelineBarriers<kItems> work_barriers;    // from that to the consumers
-  DecodeSplit splits[kItems];
-  DecodeWork work[kItems];
+  Split splits[kItems];
+  Work work[kItems];
   int32_t is_last;  // whether the thread block merges the splits of a sequence and kv head
 
   // Whether the scale of an 8-bit cache stays out of the turns, if all positions have one: so it is
@@ -144,24 +143,24 @@ struct DecodeShared {
     // By one thread: where each has another barrier, ptxas makes a loop over the threads, of 60
     // cycles a turn.
     if (threadIdx.x > 0) return;
-    tiles_barriers.Init(kDecodeProducers * gpu::kWarpSize + (has_scales ? 1 : 0), kWarps);
+    tiles_barriers.Init(kProducers * gpu::kWarpSize + (has_scales ? 1 : 0), kWarps);
     splits_barriers.Init(1, 1);
     work_barriers.Init(gpu::kWarpSize + 1, kWarps);
   }
 
   // From the warp of K to that of V.
-  __device__ void HandOver(const DecodeSplit& split, ItemState stage) {
+  __device__ void HandOver(const Split& split, ItemState stage) {
     splits_barriers.WaitFreed(stage);
     __syncwarp();  // a lane that came later could wait for the phase after that
     if (threadIdx.x % gpu::kWarpSize > 0) return;
     splits[stage.index] = split;
     gpu::Arrive(&splits_barriers.filled[stage.index]);
   }
-  __device__ void Receive(DecodeSplit* split, ItemState stage) {
+  __device__ void Receive(Split* split, ItemState stage) {
     splits_barriers.WaitFilled(stage);
     *split = splits[stage.index];
     splits_barriers.Free(stage);
   }
 };
 
-}  // namespace xla_gpu::paged_attention
+}  // namespace xla_gpu::paged_attention::decode

@@ -1,12 +1,12 @@
 // A consumer of the prefill kernel: computes its rows of the work items from the places that
-// prefill.cuh declares, and frees these.
+// shared.cuh declares, and frees these.
 #pragma once
 
 #include "../partial_results.cuh"
 #include "../softmax.cuh"
-#include "prefill.cuh"
+#include "shared.cuh"
 
-namespace xla_gpu::paged_attention {
+namespace xla_gpu::paged_attention::sm90 {
 
 // Transposes four words of four adjacent lanes: lane l gets the words l % 4 of all four.
 __device__ __forceinline__ void TransposeInQuads(uint32_t (&words)[4]) {
@@ -25,8 +25,8 @@ __device__ __forceinline__ void TransposeInQuads(uint32_t (&words)[4]) {
 
 // Computes a consumer's rows of one work item.
 template <typename T, typename C, int kHeadSize>
-class PrefillConsumer {
-  using Shared = PrefillShared<T, C, kHeadSize>;
+class Consumer {
+  using Shared = sm90::Shared<T, C, kHeadSize>;
   using QueryRows = typename Shared::QueryRows;
   using CacheRows = typename Shared::CacheRows;
   using Element = typename Shared::Element;
@@ -37,8 +37,8 @@ class PrefillConsumer {
   static constexpr bool kSeldomBegins = !kIs8Bit<C> || kHeadSize == 64;  // of Softmax::ToLogits
 
  public:
-  __device__ PrefillConsumer(const Params& p, const Scratch& scratch, const PrefillWork& work,
-                             int consumer, const PrefillMaps& maps, Shared* shared)
+  __device__ Consumer(const Params& p, const Scratch& scratch, const Work& work, int consumer,
+                      const Maps& maps, Shared* shared)
       : p_(p),
         scratch_(scratch),
         maps_(maps),
@@ -426,7 +426,7 @@ class PrefillConsumer {
     uint64_t query;
     uint64_t keys;
 
-    __device__ __forceinline__ Starts(const PrefillConsumer& consumer, TileState stage)
+    __device__ __forceinline__ Starts(const Consumer& consumer, TileState stage)
         : query(QueryRows::Descriptor(gpu::Uniform(consumer.query_start_))),
           keys(CacheRows::Descriptor(
               gpu::Uniform(consumer.keys_start_ + stage.index * CacheRows::kUnits))) {}
@@ -449,8 +449,8 @@ class PrefillConsumer {
     gpu::FenceProducts(logits);
 #pragma unroll
     for (int column = 0; column < kHeadSize; column += 16) {
-      gpu::StartProduct(logits, QueryRows::Columns(starts.query, column, gridDim.y),
-                        CacheRows::Columns(starts.keys, column, gridDim.z),
+      gpu::StartProduct(logits, QueryRows::Columns(starts.query, column, gpu::One<0>()),
+                        CacheRows::Columns(starts.keys, column, gpu::One<1>()),
                         /*accumulates=*/column > 0, Element{});
     }
     gpu::CommitProducts();
@@ -481,8 +481,8 @@ class PrefillConsumer {
       for (int column = 0; column < kHeadSize; column += kColumns) {
         auto& sums = *reinterpret_cast<float(*)[kColumns / 8][4]>(sums_ + column / 8);
         gpu::StartProductTransposed(
-            sums, weights[step], CacheRows::Rows(starts.keys, behind, step * 16, column, gridDim.z),
-            Element{});
+            sums, weights[step],
+            CacheRows::Rows(starts.keys, behind, step * 16, column, gpu::One<1>()), Element{});
       }
     }
     gpu::CommitProducts();
@@ -690,7 +690,7 @@ class PrefillConsumer {
       const WithSink finished(SinkOf(p_, place.head), state);
       const RowRange& range = softmax_.Range(r);
       const bool attends = range.begin < range.end;
-      factor = finished.weight / DivisorOf(attends, finished.state.sum);
+      factor = finished.weight / NonZeroSum(attends, finished.state.sum);
       if (kIs8Bit<C> && attends) factor *= work_.v_scale;
       if (Lane() % 4 == 0) {
         WriteLse(p_, item_.first_token + place.token, place.head, finished.state);
@@ -735,10 +735,10 @@ class PrefillConsumer {
 
   const Params& p_;
   const Scratch& scratch_;
-  const PrefillMaps& maps_;
+  const Maps& maps_;
   const Item& item_;
   const Item& rows_;  // the consumer's
-  const PrefillWork& work_;
+  const Work& work_;
   Shared& shared_;
   const int consumer_;
   // Keeps what is the same for a warp in a register: ptxas would compute it in each turn. With a
@@ -756,4 +756,4 @@ class PrefillConsumer {
   float sums_[kHeadSize / 8][4] = {};  // laid out as logits, with columns in place of positions
 };
 
-}  // namespace xla_gpu::paged_attention
+}  // namespace xla_gpu::paged_attention::sm90

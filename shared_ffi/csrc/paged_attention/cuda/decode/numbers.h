@@ -3,16 +3,16 @@
 
 #include "../scratch.h"
 
-namespace xla_gpu::paged_attention {
+namespace xla_gpu::paged_attention::decode {
 
 // Positions of a KV tile in a cache of type C: as many bytes for each type.
 template <typename C>
-inline constexpr int kDecodeTile = kIs8Bit<C> ? 32 : 16;
+inline constexpr int kTilePositions = kIs8Bit<C> ? 32 : 16;
 // The largest of them, and a block of the softmax: where the positions of a sequence begin to
 // count.
-inline constexpr int kLargestDecodeTile = 32;
-// Positions of a part of a KV tile. Where blocks are whole parts, each part lies in one block.
-inline constexpr int kDecodePart = 16;
+inline constexpr int kWidestTile = 32;
+// Positions of a strip of a KV tile. Where blocks are whole strips, each strip lies in one block.
+inline constexpr int kStrip = 16;
 
 // The shared memory of a multiprocessor, in KiB, that a decode kernel is made for. What every GPU
 // from sm_80 on has suffices. With that of sm_90, more KV tiles are on their way.
@@ -32,33 +32,33 @@ inline constexpr int kNonceShift = 12;  // of a nonce: a number of units is belo
 
 // Sizes in 32 bits. A larger size becomes the largest number: it is only compared with others, but
 // for table_bytes, of calls whose TableRowsFit32Bits.
-struct DecodeNumbers {
-  static constexpr int32_t kNoWindow = kMaxContextLen;  // positions are at least -kDecodeRows
+struct Numbers {
+  static constexpr int32_t kNoWindow = kMaxContextLen;  // positions are at least -kItemRows
 
   Divisor block_size;
-  Divisor parts_of_block;  // where each part of a tile lies in one block
+  Divisor strips_of_block;  // where each strip of a tile lies in one block
   int32_t num_tokens;
   int32_t max_seqs;
   int32_t capacity;
   int32_t window;         // kNoWindow: none
   int32_t max_query_len;  // of the sequences of this kernel
   int32_t most_groups;    // of positions of a sequence that is split
-  Divisor groups_of_run;  // see DecodeConsumer::Merge
+  Divisor groups_of_run;  // see Consumer::Merge
   int32_t num_kv_heads;
   int32_t group;          // query heads of a kv head
   uint32_t group_factor;  // 2^16 / group, rounded up
   uint32_t num_blocks;
   uint32_t table_bytes;  // of a sequence's row of block_tables
   Divisor num_thread_blocks;
-  uint32_t nonce = 0;  // of the call, if not kZerosArrivals: see DecodeConsumer
+  uint32_t nonce = 0;  // of the call, if not kZerosArrivals: see Consumer
   bool is_last;        // no kernel of the call follows: rows without work items are this one's, too
   CacheChunks keys;
   CacheChunks values;
 
   // max_rows: of a work item. chunk: elements of a chunk of the cache.
-  XLA_GPU_HOST_DEVICE DecodeNumbers(const Params& p, int64_t max_rows, int64_t chunk)
+  XLA_GPU_HOST_DEVICE Numbers(const Params& p, int64_t max_rows, int64_t chunk)
       : block_size(p.block),
-        parts_of_block(Larger(1, p.block_size / kDecodePart)),
+        strips_of_block(Larger(1, p.block_size / kStrip)),
         num_tokens(Smaller(p.num_tokens, INT32_MAX)),
         max_seqs(Smaller(p.max_seqs, INT32_MAX)),
         capacity(p.Capacity()),
@@ -85,20 +85,20 @@ struct DecodeNumbers {
               static_cast<int32_t>(p.is_latent ? 0 : p.value_head_size / chunk)};
   }
 
-  // Whether each part of a KV tile lies in one block. The positions of 32 larger blocks, after any
+  // Whether each strip of a KV tile lies in one block. The positions of 32 larger blocks, after any
   // other, would not have 32 bits.
-  bool PartsAreInBlocks() const {
-    return block_size.number % kDecodePart == 0 && block_size.number <= 1 << 26;
+  bool StripsAreInBlocks() const {
+    return block_size.number % kStrip == 0 && block_size.number <= 1 << 26;
   }
 
   // Whether a sequence can have several splits. A window counts as its positions: see
-  // DecodeSchedule.
+  // Schedule.
   bool HasSplits() const { return Smaller(capacity, window) > kMostUnsplit; }
 
   // Whether the number of KV tiles of all sequences and kv heads has 31 bits, whatever the lengths,
   // and that of the slots of all query tokens.
   bool TilesFit31Bits() const {
-    const int64_t tiles = int64_t{capacity} / kDecodePart + 4 * kDecodeRows;
+    const int64_t tiles = int64_t{capacity} / kStrip + 4 * kItemRows;
     return max_seqs * tiles <= INT32_MAX / num_kv_heads;
   }
 
@@ -113,8 +113,8 @@ struct DecodeNumbers {
     const int32_t begin = position - window + 1;
     return begin < 0 ? 0 : begin;
   }
-  // The query token of a row, of which a work item has kDecodeRows at most.
+  // The query token of a row, of which a work item has kItemRows at most.
   XLA_GPU_HOST_DEVICE int32_t TokenOf(int32_t row) const { return row * group_factor >> 16; }
 };
 
-}  // namespace xla_gpu::paged_attention
+}  // namespace xla_gpu::paged_attention::decode

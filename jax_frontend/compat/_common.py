@@ -1,5 +1,5 @@
-"""What the kernels for TPUs that write the cache have in common: one ``kv_cache_update``, then one
-``paged_attention``."""
+"""What functions of other libraries have in common: `update_and_attend`, for those that write the
+cache, and `decode`, for those with one query of each sequence."""
 
 from __future__ import annotations
 
@@ -244,3 +244,55 @@ def refuse(op: str, **options: Any) -> None:
         if given is not None:
             got = f"shape {list(given.shape)}" if hasattr(given, "shape") else repr(given)
             raise value_error(op, name, "be None, as it is not supported", got)
+
+
+def decode(
+    op: str,
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    lengths: jax.Array,
+    page_indices: jax.Array,
+    *,
+    soft_cap: float | None,
+    mask_value: float | None,
+    k_scale: jax.Array | None,
+    v_scale: jax.Array | None,
+) -> jax.Array:
+    """Attends with one query of each sequence, at its last position, and no scale.
+
+    A sequence of length 0 is an inactive slot. Its query would stand at position -1, which causal
+    attention refuses. Hence ``causal=False``; for the last position the result is the same.
+
+    Args:
+        op: the public function, for messages.
+        q: ``[batch_size, num_q_heads, head_dim]``.
+        k_pages, v_pages: ``[num_kv_heads, num_pages, page_size, head_dim]``.
+        k_scale, v_scale: ``[num_kv_heads, num_pages, page_size]``.
+    """
+    check_mask_value(op, mask_value)
+    if q.ndim != 3:
+        raise shape_error(op, "q", "[batch_size, num_q_heads, head_dim]", q.shape)
+    batch_size = q.shape[0]
+    if lengths.shape != (batch_size,):
+        raise shape_error(op, "lengths", f"[batch_size={batch_size}]", lengths.shape)
+    return paged_attention(
+        q,
+        k_pages,
+        lengths,
+        page_indices,
+        jnp.arange(batch_size + 1, dtype=jnp.int32),
+        jnp.asarray(batch_size, jnp.int32),
+        1.0,
+        soft_cap=soft_cap,
+        value_cache=v_pages,
+        kv_layout="hnbd",
+        causal=False,
+        max_query_len=1,
+        k_scale=_heads_last(k_scale),
+        v_scale=_heads_last(v_scale),
+    )
+
+
+def _heads_last(scale: jax.Array | None) -> jax.Array | None:
+    return None if scale is None else jnp.moveaxis(scale, 0, -1).astype(jnp.float32)

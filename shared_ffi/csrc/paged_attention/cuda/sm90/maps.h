@@ -5,9 +5,11 @@
 #include <cuda.h>
 #include <cuda_runtime.h>
 
-#include "../heuristics.h"
+#include <atomic>
 
-namespace xla_gpu::paged_attention {
+#include "../choice.h"
+
+namespace xla_gpu::paged_attention::sm90 {
 
 // A box has 64 columns of 16 bits, which is the span of the swizzle, of these positions of one
 // block and kv head.
@@ -15,25 +17,33 @@ inline constexpr int kBoxColumns = 64;
 
 // Parameters of the kernel, so that captured graphs keep them. Dimensions from the innermost:
 // column, position in the block, kv head, block. What lies outside is zero in a copy.
-struct PrefillMaps {
+struct Maps {
   CUtensorMap keys = {};
   CUtensorMap values = {};
   bool exist = false;
 };
 
+// The driver's function that makes a map; null where it has none. It is looked up until it is
+// found.
+inline auto FindEncode() -> decltype(&cuTensorMapEncodeTiled) {
+  static std::atomic<decltype(&cuTensorMapEncodeTiled)> known{nullptr};
+  if (const auto encode = known.load()) return encode;
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
+  const cudaError_t status = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
+                                                              12000, cudaEnableDefault, &found);
+  if (status != cudaSuccess) cudaGetLastError();
+  if (status != cudaSuccess || found != cudaDriverEntryPointSuccess) return nullptr;
+  known = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
+  return known;
+}
+
 // The maps of a cache of 16 bits. None where the driver has none for these strides, or knows none.
-inline PrefillMaps MakePrefillMaps(const Params& p) {
-  static const auto encode = []() -> decltype(&cuTensorMapEncodeTiled) {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
-    const cudaError_t status = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
-                                                                12000, cudaEnableDefault, &found);
-    if (status != cudaSuccess) cudaGetLastError();
-    if (status != cudaSuccess || found != cudaDriverEntryPointSuccess) return nullptr;
-    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
-  }();
-  PrefillMaps maps;
-  if (encode == nullptr || !TakesBoxes(p)) return maps;
+inline Maps MakeMaps(const Params& p) {
+  Maps maps;
+  if (!TakesBoxes(p)) return maps;
+  const auto encode = FindEncode();
+  if (encode == nullptr) return maps;
   const auto make = [&](CUtensorMap* map, void* cache, int64_t columns, const auto& of_strides) {
     const cuuint64_t sizes[] = {
         static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(p.block_size),
@@ -54,4 +64,4 @@ inline PrefillMaps MakePrefillMaps(const Params& p) {
   return maps;
 }
 
-}  // namespace xla_gpu::paged_attention
+}  // namespace xla_gpu::paged_attention::sm90
