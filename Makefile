@@ -37,8 +37,8 @@ check: lint  ## style, types, and the quick tests, in 3 minutes
 		tests/backends/test_merge_attention.py tests/backends/test_ragged_paged_attention.py \
 		tests/shared_ffi 'tests/backends/test_parity.py::test_paged_attention[mixed-f32]' \
 		'tests/backends/test_parity.py::test_kv_cache_update[head-size-1]' \
-		'tests/torch_frontend/test_openxla.py::test_paged_attention[mixed-f32]' \
-		'tests/torch_frontend/test_openxla.py::test_kv_cache_update[head-size-1]' \
+		'tests/torch_frontend/compilers/test_openxla.py::test_paged_attention[mixed-f32]' \
+		'tests/torch_frontend/compilers/test_openxla.py::test_kv_cache_update[head-size-1]' \
 		tests/kernels/test_mutation.py::test_the_mutants_fit_the_sources
 
 test: $(VENV)/installed $(VENV)/jax-cuda/installed  ## the tests: each kind, and each pair of features

@@ -128,7 +128,7 @@ def compiled() -> "CompiledPrograms":
 
 @pytest.fixture(scope="session")
 def emulated(request: pytest.FixtureRequest) -> Any:
-    """The native module whose CUDA kernels run on the emulated GPU (tests/emulated_gpu)."""
+    """The native module whose CUDA kernels run on the emulated GPU (tools/emulated_gpu)."""
     from tests.support import native  # noqa: PLC0415  (settings above come first)
 
     return native.emulated(request.config.getoption("--emulated"))

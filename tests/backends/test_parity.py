@@ -16,7 +16,7 @@ from tests.cases.case import Case
 from tests.cases.updates import UpdateCase
 from tests.support import backends
 from tests.support.calls import split_keywords
-from tests.support.sound_calls import attention, split
+from tests.cases.sound_calls import attention, split
 
 
 @pytest.mark.pairwise

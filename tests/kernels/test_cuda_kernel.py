@@ -1,6 +1,6 @@
 """The CUDA handlers and kernels: every case against the oracle, any batch, faulty metadata. What
 they share with the CPU's is in tests/support/kernel_tests.py. They run on an emulated GPU, which
-executes the PTX that nvcc emits (tests/emulated_gpu), with arrays between guard pages and with
+executes the PTX that nvcc emits (tools/emulated_gpu), with arrays between guard pages and with
 several orders of warps. `make gpu-check` runs this file on a GPU. What concerns Hopper GPUs runs with
 their kernels, too."""
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu import cycles
-from benchmarks.gpu.cycles import MachineCode, Warp
+from tools.sass import cycles
+from tools.sass.cycles import MachineCode, Warp
 from harness.arrays import CACHE_DTYPES
 from shared_ffi import _native
 from tests.support import native
@@ -509,7 +509,7 @@ def test_a_turn_keeps_the_tensor_cores_busy(
 def foreign_loop(tmp_path_factory: pytest.TempPathFactory) -> tuple[MachineCode, list[int]]:
     """The main loop of a matrix product of Triton's."""
     pytest.importorskip("triton", reason="a kernel of its compiler's is modelled")
-    kernels = importlib.import_module("tests.support.triton_kernels")
+    kernels = importlib.import_module("tools.emulated_gpu.tests.triton_kernels")
     signature = {"a": "*bf16", "b": "*bf16", "c": "*fp32", "k_size": "i32"}
     signature |= dict.fromkeys(("a_row", "b_row", "c_row"), "i32")
     constants = {"M": 64, "N": 128, "K": 64, "a_column": 1, "b_column": 1}

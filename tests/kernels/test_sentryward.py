@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from tests.support import mutants, native, selection
-from tests.support.mutants import Mutant
+from tools.mutants.mutants import Mutant, plant
 
 pytestmark = pytest.mark.skipif(not selection.everything, reason="proofs take minutes: --all")
 
@@ -189,7 +189,7 @@ def test_without_a_barrier_there_is_no_proof(
     name: str, quote: str, verify: Any, tmp_path: Path
 ) -> None:
     sources = {path: path.read_text() for path in mutants.CSRC.rglob("*.*")}
-    for path, text in mutants.plant(sources, [Mutant("barrier", quote, "")]).items():
+    for path, text in plant(sources, [Mutant("barrier", quote, "")], mutants.CSRC).items():
         target = tmp_path / path.relative_to(mutants.CSRC)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text)

@@ -16,7 +16,7 @@ from shared_ffi import _native, kernel_log, paged_attention
 from tests.support import backends
 from tests.support.calls import checked_call, cpu_instruction_set
 from tests.support.models import tensors
-from tests.support.sound_calls import attention, split, update
+from tests.cases.sound_calls import attention, split, update
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -10,7 +10,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests.support.models import tensors
-from tests.support.sound_calls import attention
+from tests.cases.sound_calls import attention
 
 OPS = torch.ops.xla_gpu
 

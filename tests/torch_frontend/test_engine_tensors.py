@@ -21,7 +21,7 @@ from tests.support.calls import (
     split_keywords,
 )
 from tests.support.models import tensors
-from tests.support.sound_calls import attention, split, update
+from tests.cases.sound_calls import attention, split, update
 
 OPS = torch.ops.xla_gpu
 Calls = list[tuple[str, list[int]]]

@@ -20,7 +20,7 @@ from tests.cases.case import Case
 from tests.support import backends, scripts
 from tests.support.calls import observed_calls, overload_of, split_keywords
 from tests.support.models import tensors
-from tests.support.sound_calls import (
+from tests.cases.sound_calls import (
     DECODE_TABLE,
     SOUND,
     add,

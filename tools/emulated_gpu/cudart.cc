@@ -20,7 +20,7 @@
 
 #include "machine.h"
 
-// In a build with mutants (tests/support/mutants.py): the one in effect.
+// In a build with mutants (tools/mutants): the one in effect.
 extern __attribute__((weak, visibility("default"))) int mutant_in_effect;
 
 namespace {

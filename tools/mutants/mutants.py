@@ -1,10 +1,9 @@
-"""Mutants: wrong code that the tests of a kernel must catch.
+"""Mutants: wrong code that the tests of a program in C++ or CUDA must catch.
 
-The files in `tests/mutants` hold the mutants of a suite each. One build has them all, and a variable in
-it says which is in effect.
+One build has them all, and a variable in it says which is in effect.
 `quote` is source code with marks around the statements or the expression that the mutant replaces.
-`wrong` is the replacement. The quote must be found exactly once in shared_ffi/csrc, or in `folder`
-of it. White space and the file do not matter, so code can be moved.
+`wrong` is the replacement. The quote must be found exactly once in the sources, or in `folder`
+of them. White space and the file do not matter, so code can be moved.
 `caught_by` names a test that is tried before the others, for a mutant that few tests catch.
 """
 
@@ -16,8 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-CSRC = ROOT / "shared_ffi/csrc"
 _SUFFIXES = (".cc", ".h", ".cu", ".cuh")
 
 # The code before and behind the code that a mutant replaces. The builds with mutants include a
@@ -55,81 +52,63 @@ class Mutant:
         return re.compile(rf"{before}\s*(?P<right>{right})\s*{after}")
 
 
-def load(suite: str) -> list[Mutant]:
-    """Reads the mutants of a suite."""
-    table = tomllib.loads((ROOT / f"tests/mutants/{suite}.toml").read_text())
+def load(path: Path) -> list[Mutant]:
+    """Reads the mutants of a file: a table of TOML each."""
+    table = tomllib.loads(path.read_text())
     return [Mutant(name, **entry) for name, entry in table.items()]
 
 
-SUITES = {name: load(name) for name in ("cpu", "cuda", "one_order", "varlen_cpu", "varlen_cuda")}
-ALL = [mutant for mutants in SUITES.values() for mutant in mutants]
-"""A mutant's number is its place here."""
-
-
-def instruction_sets() -> list[str]:
-    """The sets that the CPU kernels with mutants are built for: one with instructions of its own, if
-    the processor has it, and the one of every processor."""
-    from shared_ffi import _native  # noqa: PLC0415  (pytest's option --native replaces it)
-
-    names = _native.cpu_instruction_sets()
-    return [name for name in names if name in ("avx512_bf16", "baseline")]
-
-
-def read_sources() -> dict[Path, str]:
-    """The files that a build needs."""
-    paths = [ROOT / "CMakeLists.txt"]
-    for part in ("shared_ffi/csrc", "cmake"):
-        paths += [path for path in (ROOT / part).rglob("*.*") if path.suffix != ".pyc"]
-    return {path: path.read_text() for path in paths}
-
-
-def write_sources(folder: Path) -> None:
-    """Writes the sources with all mutants to a folder laid out as this repository. A mutant whose
-    quote is out of date is left out. Files that are right already keep their time, so that a build
-    compiles only what changed."""
-    planted = plant(read_sources(), ALL, leaves_out=True)
-    sources = {folder / path.relative_to(ROOT): text for path, text in planted.items()}
-    sources[folder / "mutant.h"] = HEADER
-    for path, text in sources.items():
+def write(sources: Mapping[Path, str], folder: Path) -> None:
+    """Writes planted sources, by their paths in a folder, and mutant.h. Files that are right already
+    keep their time, so that a build compiles only what changed."""
+    texts = {folder / path: text for path, text in sources.items()} | {folder / "mutant.h": HEADER}
+    for path, text in texts.items():
         if not path.exists() or path.read_text() != text:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
     for path in folder.rglob("*"):
-        if path.is_file() and path not in sources:
+        if path.is_file() and path not in texts:
             path.unlink()
 
 
-def find(mutant: Mutant, sources: Mapping[Path, str]) -> tuple[Path, re.Match[str]]:
-    """The file of a mutant's quote, and the quote in it."""
-    found = _matches(mutant, sources)
+def find(
+    mutant: Mutant, sources: Mapping[Path, str], folder: Path
+) -> tuple[Path, re.Match[str]]:
+    """The file of a mutant's quote, and the quote in it. `folder`: of the sources."""
+    found = _matches(mutant, sources, folder)
     files = ", ".join(path.name for path, _ in found) or "no file"
     assert len(found) == 1, (
         f"the quote of the mutant {mutant.name!r} must be in the sources of "
-        f"{mutant.folder or CSRC.name}/ once; it is there {len(found)} times ({files}): {mutant.quote}"
+        f"{mutant.folder or folder.name}/ once; it is there {len(found)} times ({files}): {mutant.quote}"
     )
     return found[0]
 
 
-def _matches(mutant: Mutant, sources: Mapping[Path, str]) -> list[tuple[Path, re.Match[str]]]:
-    folder = CSRC / mutant.folder
+def _matches(
+    mutant: Mutant, sources: Mapping[Path, str], folder: Path
+) -> list[tuple[Path, re.Match[str]]]:
     return [
         (path, match)
         for path, text in sources.items()
-        if path.is_relative_to(folder) and path.suffix in _SUFFIXES
+        if path.is_relative_to(folder / mutant.folder) and path.suffix in _SUFFIXES
         for match in mutant.pattern.finditer(text)
     ]
 
 
 def plant(
-    sources: Mapping[Path, str], mutants: Sequence[Mutant], *, leaves_out: bool = False
+    sources: Mapping[Path, str],
+    mutants: Sequence[Mutant],
+    folder: Path,
+    *,
+    leaves_out: bool = False,
 ) -> dict[Path, str]:
-    """Plants mutants in sources, by path. Each mutant stands beside the code that it replaces. With
-    `leaves_out`, mutants whose quotes are not there are left out."""
+    """Plants mutants in the sources of a folder, by path. Each mutant stands beside the code that it
+    replaces. With `leaves_out`, mutants whose quotes are not there are left out."""
     insertions: dict[Path, list[tuple[int, int, int, str]]] = {}
     for number, mutant in enumerate(mutants):
-        if leaves_out and len(_matches(mutant, sources)) != 1:
+        if leaves_out and len(_matches(mutant, sources, folder)) != 1:
             continue
-        path, right = find(mutant, sources)
+        path, right = find(mutant, sources, folder)
         begin, end = right.span("right")
         is_statement = right["right"].endswith(";")
         opening, closing = _STATEMENTS if is_statement else _EXPRESSION

@@ -21,7 +21,7 @@ from harness.compare import assert_same_bits
 from harness.hlo import ATTENTION, UPDATE
 from tests.support import backends
 from tests.support.models import Layer, layer_inputs
-from tests.support.sound_calls import DECODE_TABLE, attention, decode_steps, split, update
+from tests.cases.sound_calls import DECODE_TABLE, attention, decode_steps, split, update
 
 OPS = torch.ops.xla_gpu
 
