@@ -30,12 +30,12 @@ from rich.table import Table
 
 import jax_frontend
 import torch_frontend  # noqa: F401  (defines torch.ops.xla_gpu)
-from benchmarks import machine
 from benchmarks.contest import medians, take_turns
 from benchmarks.workloads import Workload, uniform
 from harness import reference
 from harness.compare import assert_close, assert_same_bits
 from harness.workload import MODELS, Model
+from tools import machine
 
 I32 = np.int32
 Timings = dict[str, float]

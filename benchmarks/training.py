@@ -23,9 +23,10 @@ import torch
 
 import jax_frontend
 import torch_frontend
-from benchmarks import contest, machine
+from benchmarks import contest
 from benchmarks.contest import DoesNotApply, OwnProcessors, medians, to_jax
 from shared_ffi import _native
+from tools import machine
 
 HEADS, KV_HEADS, HEAD_SIZE = 8, 2, 64
 SCALE = HEAD_SIZE**-0.5

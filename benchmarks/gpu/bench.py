@@ -20,10 +20,10 @@ import torch
 from benchmarks.contest import Prepared, described, medians, seconds
 from benchmarks.gpu.peers import PACKAGES
 from benchmarks.gpu.process import MAKERS, Process
-from benchmarks.gpu.report import lab
-from benchmarks.machine import versions
 from benchmarks.workloads import Workload, uniform
 from harness.workload import MODELS
+from tools.lease.report import lab
+from tools.machine import versions
 
 CACHE_DTYPES = ("float8_e4m3fn", "int8")
 REHEARSAL = ("decode b2 x 256, tiny", "prefill 256, tiny")  # rows for a machine without a GPU

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import figure
-from benchmarks.gpu import report
 from benchmarks.gpu.peers import BATCH_INVARIANT
+from tools.lease import report
 
 RESULTS = Path("docs/results")
 KEPT = RESULTS / "gpu-h100.json"

@@ -142,7 +142,7 @@ def run_tests(module: Path, *files: str, matching: str = "", capability: int = 9
 )
 def test_a_build_to_measure(variant: str, matching: str) -> None:
     """It has the right results, too, and the same bits in any batch and over any scratch."""
-    lab = json.loads((native.ROOT / "benchmarks/gpu/lab.json").read_text())
+    lab = json.loads((native.ROOT / "tools/lease/lab.json").read_text())
     module = native.for_emulated_gpu(
         native.ROOT / "build/emulated" / variant,
         *("-DXLA_GPU_ARCHITECTURES=90a-real", "-DXLA_GPU_CPU_INSTRUCTION_SETS=baseline"),

@@ -13,8 +13,8 @@ import torch
 import jax_frontend
 import shared_ffi
 import torch_frontend
-from tests.support.models import tensors
 from tests.cases.sound_calls import add, attention, update
+from tests.support.models import tensors
 
 OPS = torch.ops.xla_gpu
 

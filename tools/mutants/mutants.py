@@ -71,9 +71,7 @@ def write(sources: Mapping[Path, str], folder: Path) -> None:
             path.unlink()
 
 
-def find(
-    mutant: Mutant, sources: Mapping[Path, str], folder: Path
-) -> tuple[Path, re.Match[str]]:
+def find(mutant: Mutant, sources: Mapping[Path, str], folder: Path) -> tuple[Path, re.Match[str]]:
     """The file of a mutant's quote, and the quote in it. `folder`: of the sources."""
     found = _matches(mutant, sources, folder)
     files = ", ".join(path.name for path, _ in found) or "no file"

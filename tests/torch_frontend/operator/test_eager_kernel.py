@@ -21,10 +21,10 @@ from harness.compare import assert_same_bits
 from shared_ffi import _native, eager
 from tests.cases.all import SHORT_CASES, UPDATE_CASES
 from tests.cases.case import Case
+from tests.cases.sound_calls import add, attention, update
 from tests.support import backends, calls, scripts
 from tests.support.calls import overload_of, split_keywords
 from tests.support.models import tensors
-from tests.cases.sound_calls import add, attention, update
 from torch_frontend.operator.eager import share_elements
 
 OPS = torch.ops.xla_gpu

@@ -561,10 +561,15 @@ def test_a_missing_wait_is_found(target: int, kernels: Any, machine: Any, step: 
 
 
 @pytest.mark.usefixtures("equal_writes", "unfenced_barriers")
-def test_a_missing_wait_of_a_warp_that_copies_boxes_is_found(kernels: Any, machine: Any, step: int) -> None:
+def test_a_missing_wait_of_a_warp_that_copies_boxes_is_found(
+    kernels: Any, machine: Any, step: int
+) -> None:
     kernel = pipelined_boxes(kernels, "fp16", 64, 2)
     check_missing_waits(
-        kernel.asm["ptx"], lambda ptx: multiply_boxes(machine, kernel, "fp16", 64, ptx), atol=1e-3, step=step
+        kernel.asm["ptx"],
+        lambda ptx: multiply_boxes(machine, kernel, "fp16", 64, ptx),
+        atol=1e-3,
+        step=step,
     )
 
 
@@ -650,7 +655,10 @@ def test_what_copies_of_boxes_may_say(
 def test_a_missing_wait_of_warps_that_copy_is_found(kernels: Any, machine: Any, step: int) -> None:
     kernel = pipelined(kernels, "fp16", 64, 2, 1)
     check_missing_waits(
-        kernel.asm["ptx"], lambda ptx: multiply(machine, kernel, "fp16", 64, ptx), atol=1e-3, step=step
+        kernel.asm["ptx"],
+        lambda ptx: multiply(machine, kernel, "fp16", 64, ptx),
+        atol=1e-3,
+        step=step,
     )
 
 
