@@ -53,6 +53,7 @@ os.environ["XLA_FLAGS"] = dump_flags(DUMP_DIR)
 collect_ignore = [] if os.environ.get("XLA_GPU_TEST_ON") == "cuda" else ["backends/test_gpu.py"]
 if importlib.util.find_spec("vllm") is None:
     collect_ignore.append("torch_frontend/integrations/vllm")
+    collect_ignore += ["benchmarks/test_vllm_benchmark.py", "examples/test_load_test.py"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

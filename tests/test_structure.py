@@ -43,7 +43,7 @@ FLOORS = {
     "jax_frontend": {"shared_ffi"},
     "torch_frontend": {"shared_ffi"},
     "xla_paged_attention": FRONTENDS,
-    "harness": {"shared_ffi", "xla_paged_attention"},
+    "harness": FRONTENDS | {"xla_paged_attention"},
     "examples": FRONTENDS | {"xla_paged_attention", "harness"},
     "benchmarks": FRONTENDS | {"xla_paged_attention", "harness", "tools"},
     "tools": set(),

@@ -59,7 +59,7 @@ def load(path: Path) -> list[Mutant]:
 
 
 def write(sources: Mapping[Path, str], folder: Path) -> None:
-    """Writes planted sources, by their paths in a folder, and mutant.h. Files that are right already
+    """Writes planted sources, by their paths in a folder, and mutant.h. Files that are right
     keep their time, so that a build compiles only what changed."""
     texts = {folder / path: text for path, text in sources.items()} | {folder / "mutant.h": HEADER}
     for path, text in texts.items():
@@ -77,7 +77,8 @@ def find(mutant: Mutant, sources: Mapping[Path, str], folder: Path) -> tuple[Pat
     files = ", ".join(path.name for path, _ in found) or "no file"
     assert len(found) == 1, (
         f"the quote of the mutant {mutant.name!r} must be in the sources of "
-        f"{mutant.folder or folder.name}/ once; it is there {len(found)} times ({files}): {mutant.quote}"
+        f"{mutant.folder or folder.name}/ once; it is there {len(found)} times "
+        f"({files}): {mutant.quote}"
     )
     return found[0]
 
@@ -100,7 +101,7 @@ def plant(
     *,
     leaves_out: bool = False,
 ) -> dict[Path, str]:
-    """Plants mutants in the sources of a folder, by path. Each mutant stands beside the code that it
+    """Plants mutants in the sources of a folder, by path. Each stands beside the code that it
     replaces. With `leaves_out`, mutants whose quotes are not there are left out."""
     insertions: dict[Path, list[tuple[int, int, int, str]]] = {}
     for number, mutant in enumerate(mutants):
