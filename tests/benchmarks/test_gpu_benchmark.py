@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import json
+import re
 import sys
 import weakref
 from pathlib import Path
@@ -14,6 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
+from packaging.version import Version
 
 import shared_ffi
 from benchmarks import contest, workloads
@@ -166,8 +168,6 @@ def test_the_lab_fits_and_asks_what_it_measures() -> None:
     names = [step["name"] for step in lab["steps"]]
     assert len({*names}) == len(names)
     contests = {step["name"]: step for step in lab["steps"] if "contestants" in step}
-    headers = "".join(path.read_text() for path in pack.CSRC.rglob("*.*h"))
-    assert all(variant["definition"] in headers for variant in lab["variants"].values())
     wrong = [name for name, variant in lab["variants"].items() if variant.get("wrong")]
     for step in contests.values():
         for row in step["rows"]:
@@ -194,6 +194,20 @@ def test_the_lab_fits_and_asks_what_it_measures() -> None:
                 who = first if last in wrong else last or who
                 assert bench.chosen(makers, [who]), pattern
         assert {"at_most", "at_least"} & question.keys() and {"then", "else"} <= question.keys()
+
+
+def test_variants_leave_in_time() -> None:
+    """What a header has for builds to measure is a variant, and each has a version that it does not
+    live to see: a release of that version takes it out."""
+    variants = report.lab()["variants"].values()
+    files = [pack.CSRC / "gpu/lab.h", pack.CSRC / "gpu/stamps.cuh"]
+    text = "".join(path.read_text() for path in files)
+    defined = set(re.findall(r"^#ifn?def (\w+)", text, re.M))
+    assert defined == {variant["definition"] for variant in variants}
+    others = "".join(path.read_text() for path in {*pack.CSRC.rglob("*.*")} - {*files})
+    assert [name for name in defined if re.search(rf"\b{name}\b", others)] == []
+    now = Version(shared_ffi.__version__)
+    assert [variant for variant in variants if Version(variant["until"]) <= now] == []
 
 
 def test_lengths_of_a_trace(tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ MUTANTS = [
     ("portable, few rows", "StoreSums(); «__syncthreads();»"),
     (
         "decode",
-        "«shared_.tiles_barriers.WaitFilled(stage);» if (warp_ == 0) gpu::Stamp(gpu::Moment::kFirstTile",
+        "«shared_.tiles_barriers.WaitFilled(stage);» XLA_GPU_STAMP(First, kFirstTile",
     ),
     ("decode", "«if (part == 0) shared_.tiles_barriers.WaitFreed(stage);» C* to"),
     (

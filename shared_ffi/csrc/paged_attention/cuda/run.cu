@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <optional>
 #include <tuple>
 #include <type_traits>
@@ -26,7 +25,6 @@ __global__ void __launch_bounds__(kThreads) ZeroArrivals(int32_t* arrivals, int6
   }
 }
 constexpr int64_t kZerosPerBlock = 8192;  // a block writes them before the decode kernel has begun
-std::atomic<uint32_t> num_calls{0};       // of the decode kernel, if not kZerosArrivals
 
 // Calls use(C()) for the type C of the cache of queries of type T.
 template <typename T, typename Use>
@@ -184,8 +182,7 @@ gpu::Error Run(const Params& p, const Scratch& scratch, void* stream) {
     if (gpu::Error error = kernel.BlocksFor(device, num_items, &num_blocks)) return error;
     numbers.num_thread_blocks = Divisor(Larger(1, num_blocks));
     numbers.is_last = is_alone;
-    if (!gpu::kZerosArrivals) numbers.nonce = ++num_calls << kNonceShift;
-    if (gpu::kZerosArrivals && numbers.HasSplits() && num_blocks > 0) {
+    if (numbers.HasSplits() && num_blocks > 0) {
       const int64_t count = p.max_seqs * p.num_kv_heads * scratch.arrivals_of_head;
       const gpu::Kernel<int32_t*, int64_t> zero{ZeroArrivals, kThreads, 0, LaunchesEarly(device)};
       const int64_t zero_blocks = CeilDiv(count, kZerosPerBlock);
