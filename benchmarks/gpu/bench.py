@@ -20,6 +20,7 @@ import torch
 from benchmarks.contest import Prepared, described, medians, seconds
 from benchmarks.gpu.peers import PACKAGES
 from benchmarks.gpu.process import MAKERS, Process
+from benchmarks.kept import by_row
 from benchmarks.workloads import Workload, uniform
 from harness.workload import MODELS
 from tools.lease.report import lab
@@ -186,7 +187,7 @@ def main() -> None:
         results["not_measured"] = left
         # At once, or a kill could leave half a file.
         unfinished = options.out.with_suffix(".part")
-        unfinished.write_text(json.dumps(results, indent=1))
+        unfinished.write_text(by_row(results))
         unfinished.replace(options.out)
         print(row["kind"], row["workload"], row["seconds"], flush=True)
     for process in processes:
