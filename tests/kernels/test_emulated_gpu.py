@@ -131,7 +131,7 @@ def test_a_build_to_measure() -> None:
     module = native.for_emulated_gpu(
         native.ROOT / "build/emulated/threads",
         *("-DXLA_GPU_ARCHITECTURES=90a-real", "-DXLA_GPU_CPU_INSTRUCTION_SETS=baseline"),
-        *("-DXLA_GPU_HEAD_SIZES=128;256", "-DXLA_GPU_HEAD_SIZES_OF_8_BITS=128"),
+        "-DXLA_GPU_KERNELS=tested",
         flags=f"-D{lab['variants']['threads']['definition']}",
     )
     run_tests(module, "test_cuda_kernel.py", matching="paged_attention_on_hopper or any_batch")
