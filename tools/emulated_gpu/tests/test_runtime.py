@@ -80,13 +80,31 @@ def test_gpus_before_hopper_have_no_tensor_maps(
     assert tensor_map(machine, np.zeros((8, 64), np.float16), (8, 64))[0] == UNKNOWN
 
 
-@pytest.fixture(scope="module")
-def copy_pages(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def compiled(name: str, folder: Path) -> Any:
+    """A library of a file beside this one."""
     if (compiler := build.nvcc()) is None:
         pytest.skip("no nvcc, which compiles the kernel to PTX")
-    library = tmp_path_factory.mktemp("pages") / "copy_pages.so"
-    build.compile_library(compiler, Path(__file__).with_name("copy_pages.cu"), library, "90a")
+    library = folder / f"{name}.so"
+    build.compile_library(compiler, Path(__file__).with_name(f"{name}.cu"), library, "90a")
     return ctypes.CDLL(str(library))
+
+
+def test_a_program_of_somebody_else(tmp_path: Path) -> None:
+    """It has the right sums, and without its barriers an error that names the race."""
+    library = compiled("sums", tmp_path)
+    library.SumsOf.restype = ctypes.c_char_p
+    numbers = np.random.default_rng(0).integers(0, 100, (5, 64)).astype(np.float32)
+    sums = np.full(5, np.nan, np.float32)
+    from_, to = (ctypes.c_void_p(x.ctypes.data) for x in (numbers, sums))
+    assert library.SumsOf(from_, 5, to, True) is None
+    np.testing.assert_array_equal(sums, numbers.sum(axis=1))
+    error = library.SumsOf(from_, 5, to, False)
+    assert re.search("race|never written", error.decode()), error
+
+
+@pytest.fixture(scope="module")
+def copy_pages(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return compiled("copy_pages", tmp_path_factory.mktemp("pages"))
 
 
 def aligned(array: np.ndarray) -> np.ndarray:
