@@ -26,7 +26,8 @@ def _text(value: Any, indent: str) -> str:
             begin, end = "{", "}"
             lines = (f"{json.dumps(key)}: {_text(x, inner)}" for key, x in value.items())
         else:
-            (begin, end), lines = "[]", map(json.dumps, value)
+            begin, end = "[", "]"
+            lines = map(json.dumps, value)
         content = f",\n{inner}".join(lines)
         return f"{begin}\n{inner}{content}\n{indent}{end}"
     return json.dumps(value)

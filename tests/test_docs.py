@@ -21,7 +21,7 @@ from tests.cases.case import Case
 
 ROOT = Path(__file__).parents[1]
 OF_ROOT = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
-PAGES = [*OF_ROOT, *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*OF_ROOT, *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "tools").rglob("*.md"))]
 BLOCKS = [
     pytest.param(block, id=f"{path.name}-{i}")
     for path in PAGES

@@ -28,9 +28,10 @@ def run(
 
 def nvcc() -> Path | None:
     """The CUDA compiler: that of a build in this repository, or the user's. None: there is none."""
-    found = next(ROOT.glob("build/*/cuda/bin/nvcc"), None)
-    found = found or os.environ.get("CUDACXX") or shutil.which("nvcc")
-    return None if found is None else Path(found)
+    if found := next(ROOT.glob("build/*/cuda/bin/nvcc"), None):
+        return found
+    name = os.environ.get("CUDACXX") or shutil.which("nvcc")
+    return Path(name) if name else None
 
 
 def libraries(folder: Path = ROOT / "build/emulated/gpu") -> Path:
