@@ -37,8 +37,8 @@ check: lint  ## style, types, and the quick tests, in 3 minutes
 		tests/backends/test_merge_attention.py tests/backends/test_ragged_paged_attention.py \
 		tests/shared_ffi 'tests/backends/test_parity.py::test_paged_attention[mixed-f32]' \
 		'tests/backends/test_parity.py::test_kv_cache_update[head-size-1]' \
-		'tests/torch_frontend/test_openxla.py::test_paged_attention[mixed-f32]' \
-		'tests/torch_frontend/test_openxla.py::test_kv_cache_update[head-size-1]' \
+		'tests/torch_frontend/compilers/test_openxla.py::test_paged_attention[mixed-f32]' \
+		'tests/torch_frontend/compilers/test_openxla.py::test_kv_cache_update[head-size-1]' \
 		tests/kernels/test_mutation.py::test_the_mutants_fit_the_sources
 
 test: $(VENV)/installed $(VENV)/jax-cuda/installed  ## the tests: each kind, and each pair of features
@@ -63,12 +63,12 @@ bench: $(if $(filter cpu vllm,$(OF)),$(VENV)-vllm/installed,$(VENV)/installed)  
 		$(TRACE),--trace $(TRACE)),$(if $(filter vllm,$(OF)),$(VENV)-vllm/bin/python -m \
 		benchmarks.vllm,$(BIN)/python -m benchmarks.overhead)))
 
-# With PACK, a file that benchmarks.gpu.pack wrote, nothing is installed or built: PYTHON has a
+# With PACK, a file that tools.lease.pack wrote, nothing is installed or built: PYTHON has a
 # framework, and a network is not needed. WINNER is the variant to prove and to publish; PART
-# and REPORT: see docs/gpu-lab.md.
+# and REPORT: see tools/lease/README.md.
 gpu-check: $(if $(PACK),,$(VENV)/installed)  ## on a machine with an NVIDIA GPU: proof and benchmark
 	$(if $(PACK),,$(BIN)/python -m pip install --quiet 'jax[cuda13]')
-	$(if $(PACK),$(PYTHON),$(BIN)/python) -m benchmarks.gpu.check $(if $(PACK),--pack $(PACK)) $(if $(WINNER),--winner $(WINNER)) \
+	$(if $(PACK),$(PYTHON),$(BIN)/python) -m tools.lease.check $(if $(PACK),--pack $(PACK)) $(if $(WINNER),--winner $(WINNER)) \
 		$(if $(PART),--part $(PART)) $(if $(REPORT),--copy-to $(REPORT))
 
 # SECONDS= and SEED= choose how long, and which calls. See docs/reliability.md.

@@ -23,8 +23,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from benchmarks import machine
 from benchmarks.workloads import SCALE, Workload
+from tools import machine
 
 Contestant = Callable[[], Any]
 T = TypeVar("T")

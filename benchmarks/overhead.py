@@ -8,7 +8,6 @@ time is the median over these rounds. Compare ratios, not absolute times.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -30,12 +29,13 @@ from rich.table import Table
 
 import jax_frontend
 import torch_frontend  # noqa: F401  (defines torch.ops.xla_gpu)
-from benchmarks import machine
 from benchmarks.contest import medians, take_turns
+from benchmarks.kept import by_row
 from benchmarks.workloads import Workload, uniform
 from harness import reference
 from harness.compare import assert_close, assert_same_bits
 from harness.workload import MODELS, Model
+from tools import machine
 
 I32 = np.int32
 Timings = dict[str, float]
@@ -304,7 +304,7 @@ def main() -> None:
     }
     report(Console(), results)
     if options.out:
-        options.out.write_text(json.dumps(results, indent=2) + "\n")
+        options.out.write_text(by_row(results))
 
 
 if __name__ == "__main__":

@@ -30,9 +30,10 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the two would sh
 import torch
 from vllm import LLM, SamplingParams
 
-from benchmarks import machine
 from benchmarks.cpu.peers import vllm_update
+from benchmarks.kept import by_row
 from shared_ffi import _native
+from tools import machine
 from torch_frontend.operator.define import COMPILED_OPS
 from xla_paged_attention.engine.checkpoint import unpacked
 
@@ -219,7 +220,7 @@ def main() -> None:
     }
     if options.out.exists() and (options.only or options.workload):
         results["rows"] = json.loads(options.out.read_text())["rows"]
-    options.out.write_text(json.dumps(results, indent=1))
+    options.out.write_text(by_row(results))
     print(json.dumps(results["microseconds"], indent=1), flush=True)
     chosen: Sequence[Workload] = WORKLOADS
     if options.workload:
@@ -230,7 +231,7 @@ def main() -> None:
             continue
         row = throughput(model, workload, options.rounds, enforce_eager=options.eager)
         results["rows"].append(row)
-        options.out.write_text(json.dumps(results, indent=1))
+        options.out.write_text(by_row(results))
         print(workload.name, row["ratio"], row["tokens per second"], flush=True)
 
 

@@ -4,14 +4,15 @@
 # Head sizes with a tensor core kernel. A head of another size takes the next larger one. For caches
 # of 8 bits there are fewer: so few bytes are read that padding a head costs nothing. 576 is for
 # latent attention only, 512 for all else.
-set(DEFAULT_HEAD_SIZES 64 80 96 112 128 192 256 512 576)
-set(DEFAULT_HEAD_SIZES_OF_8_BITS 64 128 256)
+set(XLA_GPU_HEAD_SIZES 64 80 96 112 128 192 256 512 576)
+set(XLA_GPU_HEAD_SIZES_OF_8_BITS 64 128 256)
 # Columns that each lane of the kernel without tensor cores adds up: 32 times as many are a head.
-set(DEFAULT_CUDA_CORE_COLUMNS 1 2 4 8 16 18)
+set(XLA_GPU_CUDA_CORE_COLUMNS 1 2 4 8 16 18)
 
 # Types of the query with tensor core kernels. The others are computed on CUDA cores.
-set(DEFAULT_TENSOR_CORE_TYPES Half BFloat16)
+set(XLA_GPU_TENSOR_CORE_TYPES Half BFloat16)
 
+set(SHARE "${XLA_GPU_KERNELS}")
 # The GPUs that are compiled for, as CMake names them.
 set(ARCHITECTURES ${XLA_GPU_ARCHITECTURES})
 if(XLA_GPU_ARCHITECTURES STREQUAL "all")
@@ -36,18 +37,26 @@ elseif(XLA_GPU_ARCHITECTURES STREQUAL "native")  # the GPUs of this machine, or 
   endif()
   if(NOT ARCHITECTURES)  # what does not run here need not be fast: fewer kernels, in less time
     set(ARCHITECTURES 90a-real)
-    set(DEFAULT_HEAD_SIZES 128 256)
-    set(DEFAULT_HEAD_SIZES_OF_8_BITS 256)
-    set(DEFAULT_CUDA_CORE_COLUMNS 18)
-    set(DEFAULT_TENSOR_CORE_TYPES BFloat16)
-    set(NOTE "with few kernels")
+    if(SHARE STREQUAL "all")
+      set(SHARE few)
+    endif()
   endif()
 endif()
-foreach(setting HEAD_SIZES HEAD_SIZES_OF_8_BITS TENSOR_CORE_TYPES CUDA_CORE_COLUMNS)
-  if(NOT XLA_GPU_${setting})
-    set(XLA_GPU_${setting} ${DEFAULT_${setting}})
-  endif()
-endforeach()
+if(SHARE STREQUAL "few")  # that are compiled, and do not run
+  set(XLA_GPU_HEAD_SIZES 128 256)
+  set(XLA_GPU_HEAD_SIZES_OF_8_BITS 256)
+  set(XLA_GPU_CUDA_CORE_COLUMNS 18)
+  set(XLA_GPU_TENSOR_CORE_TYPES BFloat16)
+  set(NOTE "with few kernels")
+elseif(SHARE STREQUAL "tested")  # on the emulated GPU
+  set(XLA_GPU_HEAD_SIZES 128 256 512 576)
+  set(XLA_GPU_HEAD_SIZES_OF_8_BITS 128)
+  set(XLA_GPU_CUDA_CORE_COLUMNS 4 18)
+elseif(SHARE STREQUAL "bfloat16")
+  set(XLA_GPU_TENSOR_CORE_TYPES BFloat16)
+elseif(NOT SHARE STREQUAL "all")
+  message(FATAL_ERROR "XLA_GPU_KERNELS must be all, few, tested or bfloat16; got ${SHARE}")
+endif()
 message(STATUS "GPUs to compile for: ${ARCHITECTURES}; head sizes: ${XLA_GPU_HEAD_SIZES}")
 
 list(JOIN XLA_GPU_CUDA_CORE_COLUMNS ", " COLUMNS)

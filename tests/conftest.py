@@ -53,6 +53,7 @@ os.environ["XLA_FLAGS"] = dump_flags(DUMP_DIR)
 collect_ignore = [] if os.environ.get("XLA_GPU_TEST_ON") == "cuda" else ["backends/test_gpu.py"]
 if importlib.util.find_spec("vllm") is None:
     collect_ignore.append("torch_frontend/integrations/vllm")
+    collect_ignore += ["benchmarks/test_vllm_benchmark.py", "examples/test_load_test.py"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -128,7 +129,7 @@ def compiled() -> "CompiledPrograms":
 
 @pytest.fixture(scope="session")
 def emulated(request: pytest.FixtureRequest) -> Any:
-    """The native module whose CUDA kernels run on the emulated GPU (tests/emulated_gpu)."""
+    """The native module whose CUDA kernels run on the emulated GPU (tools/emulated_gpu)."""
     from tests.support import native  # noqa: PLC0415  (settings above come first)
 
     return native.emulated(request.config.getoption("--emulated"))

@@ -21,7 +21,7 @@ from tests.cases.case import Case
 
 ROOT = Path(__file__).parents[1]
 OF_ROOT = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
-PAGES = [*OF_ROOT, *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*OF_ROOT, *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "tools").rglob("*.md"))]
 BLOCKS = [
     pytest.param(block, id=f"{path.name}-{i}")
     for path in PAGES
@@ -171,7 +171,9 @@ def test_help_shows_the_arrays_of_a_batch() -> None:
 
 
 def test_the_page_counts_the_tested_cases() -> None:
-    exchangeable = importlib.import_module("tests.torch_frontend.test_openxla").EXCHANGEABLE
+    exchangeable = importlib.import_module(
+        "tests.torch_frontend.compilers.test_openxla"
+    ).EXCHANGEABLE
     for words in (
         f"the same {len(CASES)} cases of attention and {len(UPDATE_CASES)} of the cache's update",
         f"Inductor runs {len(SHORT_CASES)} of the cases of attention and {len(SHORT_UPDATE_CASES)} of",

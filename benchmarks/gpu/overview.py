@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import figure
-from benchmarks.gpu import report
 from benchmarks.gpu.peers import BATCH_INVARIANT
+from benchmarks.kept import by_row
+from tools.lease import report
 
 RESULTS = Path("docs/results")
 KEPT = RESULTS / "gpu-h100.json"
@@ -208,7 +209,7 @@ def main() -> None:
             "steps": {name: step for name, step in found["steps"].items() if step["ok"]},
             "results": {name: found["results"][name] for name in STEPS if name in found["results"]},
         }
-        KEPT.write_text(json.dumps(results, indent=1) + "\n")
+        KEPT.write_text(by_row(results))
     results = json.loads(KEPT.read_text())
     for page in PAGES:
         page.write_text(written(page.read_text(), results))

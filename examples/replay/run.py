@@ -15,10 +15,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from examples import commands
 from examples.replay import report
 from examples.replay.report import BackendResult, Result, Sample
-from examples.replay.steps import RUNNERS, LayerRunner, Operands, TokenValues
 from harness import hlo, reference
 from harness.arrays import DTYPES
 from harness.compare import max_error
+from harness.steps import RUNNERS, LayerRunner, Operands, TokenValues
 from harness.workload import MODELS, Model, generate_trace, read_trace
 from xla_paged_attention.engine.scheduler import Arrival, Limits, Scheduler
 

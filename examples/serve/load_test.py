@@ -12,6 +12,7 @@ from typing import NamedTuple
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 
+from harness.prompts import PROMPTS
 from xla_paged_attention.command import end_when_interrupted, needs
 from xla_paged_attention.server import attention
 from xla_paged_attention.server.serve import NAME
@@ -21,18 +22,8 @@ with needs("examples.serve.load_test", "'xla-paged-attention[serve]'"):
     from rich.console import Console
     from rich.table import Table
 
-_SUBJECTS = (
-    *("the sea", "a train", "bread", "the moon", "a library", "rain", "a violin", "chess"),
-    *("winter", "a bridge", "coffee", "a garden", "the desert", "a clock", "glass", "a market"),
-)
-_TASKS = (
-    *("Describe {} in one sentence.", "Write a short poem about {}.", "What is {} good for?"),
-    *("Explain {} to a child, with an example from daily life.",),
-)
 QUESTION, KNOWN = "What is the capital of France?", "Paris"
 """Any model knows the answer. With a wrong attention it gives another."""
-PROMPTS = tuple(task.format(subject) for task in _TASKS for subject in _SUBJECTS)
-
 
 _WHY_UNEQUAL = (
     "The attention has the same bits in any batch; in bfloat16, the rest of the model may not. "

@@ -20,9 +20,9 @@ from shared_ffi import kv_cache_update, paged_attention
 from shared_ffi.spec import NO_OVERLAP
 from shared_ffi.xla import runtimes
 from tests.cases.all import SAMPLED_CASES, UPDATE_CASES
+from tests.cases.bad_calls import DYNAMIC, FUNCTIONS, MISTAKES, STATIC, BadCall, Mistake
+from tests.cases.sound_calls import SOUND, attention, rotated_update, split, update
 from tests.support import backends
-from tests.support.bad_calls import DYNAMIC, FUNCTIONS, MISTAKES, STATIC, BadCall, Mistake
-from tests.support.sound_calls import SOUND, attention, rotated_update, split, update
 
 F32, F16, I32, I64 = np.float32, np.float16, np.int32, np.int64
 

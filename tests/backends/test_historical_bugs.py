@@ -1,7 +1,7 @@
 """Bugs that other implementations of paged attention had, as cases for every backend. The comment
 at each is where it was reported. Offsets beyond 32 bits (vllm #1486, #50427) are in
 tests/kernels/test_cpu_kernel.py, test_a_cache_of_more_than_2_31_elements. What others read past an
-array (flash-attention #2709, onnxruntime #32391) is among the calls of tests/support/bad_calls.py."""
+array (flash-attention #2709, onnxruntime #32391) is among the calls of tests/cases/bad_calls.py."""
 
 from __future__ import annotations
 

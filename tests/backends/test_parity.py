@@ -13,10 +13,10 @@ from harness.hlo import ATTENTION, UPDATE
 from shared_ffi.selftest.backends import BACKENDS, Backend
 from tests.cases.all import CASES, SHORT_CASES, SHORT_UPDATE_CASES, UPDATE_CASES
 from tests.cases.case import Case
+from tests.cases.sound_calls import attention, split
 from tests.cases.updates import UpdateCase
 from tests.support import backends
 from tests.support.calls import split_keywords
-from tests.support.sound_calls import attention, split
 
 
 @pytest.mark.pairwise

@@ -14,9 +14,9 @@ import jax_frontend
 import torch_frontend
 from harness import hlo
 from jax_frontend import _call
+from tests.cases.sound_calls import F32, attention, rotated_update, training, training_backward
 from tests.support import calls
 from tests.support.calls import BESIDE, OPTIONS, overload_of, split_keywords
-from tests.support.sound_calls import F32, attention, rotated_update, training, training_backward
 from torch_frontend.operator import arguments
 
 

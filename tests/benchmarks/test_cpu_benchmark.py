@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import os
 import re
 import threading
@@ -21,6 +22,7 @@ from benchmarks import contest, figure, training
 from benchmarks.cpu import limits, overview, report
 from benchmarks.cpu.peers import PEERS
 from benchmarks.gpu import overview as gpu_overview
+from benchmarks.kept import by_row
 from benchmarks.workloads import DEEPSEEK, Workload, uniform
 from harness.workload import Model
 
@@ -216,3 +218,13 @@ def test_latent_attention_of_pages_of_one_position(quickly: None, cache_dtype: s
     )
     assert reason in found["absent"]["vLLM"]
     assert ("torch SDPA (contiguous)" in found["seconds"]) == (cache_dtype is None)
+
+
+def test_results_are_kept_by_row() -> None:
+    results = {"machine": {"cores": 2}, "table": {"peers": {}, "rows": [{"a": [1]}, {"a": 2}]}}
+    assert by_row(results) == (
+        '{\n "machine": {"cores": 2},\n "table": {\n  "peers": {},\n'
+        '  "rows": [\n   {"a": [1]},\n   {"a": 2}\n  ]\n }\n}\n'
+    )
+    for path in Path("docs/results").glob("*.json"):
+        assert by_row(json.loads(path.read_text())) == path.read_text(), path

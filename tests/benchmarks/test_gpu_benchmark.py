@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.metadata
 import itertools
 import json
-import random
+import re
 import sys
 import weakref
-import zipfile
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from packaging.version import Version
 
 import shared_ffi
 from benchmarks import contest, workloads
-from benchmarks.gpu import bench, check, launch, overview, pack, process, report
+from benchmarks.gpu import bench, launch, overview, process
 from benchmarks.workloads import Workload, uniform
 from harness.workload import Model
 from tests.support import native
-from tests.support.scripts import has_ended, wait_until
+from tools.lease import check, pack, report
 
 MODEL = Model("small", 8, 2, 64)
 WINDOWED = Model("windowed", 8, 2, 64, sliding_window=40, soft_cap=30.0)
@@ -124,11 +123,6 @@ def test_builds_and_environments_take_turns(
     title = "decode/decode decode"
     assert found[f"{title}/new: torch eager"] == decode["seconds"]["new: torch eager"] * 1e6
     assert found[f"decode/same bits/decode decode/new: {hint}"] == 1
-    decode["gauges"][hint] = {"mhz": 1500, "watts": 600}
-    decode["seconds"][hint] = decode["kv_bytes"] / 1.5e12
-    text = report.markdown(RESULTS | {"results": {"decode": results, "limits": LIMITS}})
-    assert "1500 GB/s, 50%, 1500 MHz, 600 W, 1000 GB/s per GHz" in text
-    assert "* FlashInfer: ModuleNotFoundError" in text
 
 
 def test_a_contest_that_is_cut_off_is_continued(
@@ -157,25 +151,9 @@ def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "limits.json"
     monkeypatch.setattr(sys, "argv", ["bench", "limits", "--rehearse", "--out", str(out)])
     bench.main()
-    assert json.loads(out.read_text()).keys() == LIMITS.keys()
-
-
-@pytest.mark.parametrize(("question", "figure", "decision"), [
-    ({"figure": "copies/1 x 8192/[BC]*", "over": "copies/1 x 8192/A*", "at_most": 0.985}, 0.9, "yes"),
-    ({"figure": "copies/1 x 8192/[BC]*", "minus": "copies/1 x 8192/A*", "at_most": -2}, -1.0, "no"),
-    ({"figure": "copies/1 x 8192/A*", "at_least": 10}, 10.0, "yes"),
-    ({"figure": "copies/1 x 8192/A*", "at_least": 10.1}, 10.0, "no"),
-    ({"figure": "copies/1 x 8192/A*", "over": "copies/2 x 8192/A*", "at_most": 1}, None, None),
-], ids=["ratio", "difference", "least", "too little", "not measured"])  # fmt: skip
-def test_an_answer(question: dict[str, Any], figure: float | None, decision: str | None) -> None:
-    results = {"copies": {"1 x 8192": {"A cp.async": 10.0, "B box": 9.5, "C two boxes": 9.0}}}
-    question |= {"question": "?", "then": "yes", "else": "no", "prediction": [9.9, 11]}
-    (answer,) = report.answers([question], results)
-    assert answer == {
-        "question": "?", "prediction": [9.9, 11], "figure": figure, "decision": decision
+    assert json.loads(out.read_text()).keys() == {
+        "read_bytes_per_s", "copy_bytes_per_s", "matmul_flops_per_s"
     }  # fmt: skip
-    text = report.markdown(RESULTS | {"answers": [answer]})
-    assert ("9.9 to 11: WRONG" in text) == (figure is not None and figure < 9.9)
 
 
 def test_the_lab_fits_and_asks_what_it_measures() -> None:
@@ -185,13 +163,11 @@ def test_the_lab_fits_and_asks_what_it_measures() -> None:
     assert lab["parts"] == {"1": 560, "2": 240}
     for part, seconds in lab["parts"].items():
         steps = check.steps_of([int(part)])
-        assert sum(step["seconds"] for step in steps) + UNPACKING <= seconds
+        assert sum(step["seconds"] for step in steps) + 30 <= seconds  # to unpack
     assert sum(step["seconds"] for step in check.steps_of()) < 25 * 60
     names = [step["name"] for step in lab["steps"]]
     assert len({*names}) == len(names)
     contests = {step["name"]: step for step in lab["steps"] if "contestants" in step}
-    headers = "".join(path.read_text() for path in pack.CSRC.rglob("*.*h"))
-    assert all(variant["definition"] in headers for variant in lab["variants"].values())
     wrong = [name for name, variant in lab["variants"].items() if variant.get("wrong")]
     for step in contests.values():
         for row in step["rows"]:
@@ -218,6 +194,20 @@ def test_the_lab_fits_and_asks_what_it_measures() -> None:
                 who = first if last in wrong else last or who
                 assert bench.chosen(makers, [who]), pattern
         assert {"at_most", "at_least"} & question.keys() and {"then", "else"} <= question.keys()
+
+
+def test_variants_leave_in_time() -> None:
+    """What a header has for builds to measure is a variant, and each has a version that it does not
+    live to see: a release of that version takes it out."""
+    variants = report.lab()["variants"].values()
+    files = [pack.CSRC / "gpu/lab.h", pack.CSRC / "gpu/stamps.cuh"]
+    text = "".join(path.read_text() for path in files)
+    defined = set(re.findall(r"^#ifn?def (\w+)", text, re.M))
+    assert defined == {variant["definition"] for variant in variants}
+    others = "".join(path.read_text() for path in {*pack.CSRC.rglob("*.*")} - {*files})
+    assert [name for name in defined if re.search(rf"\b{name}\b", others)] == []
+    now = Version(shared_ffi.__version__)
+    assert [variant for variant in variants if Version(variant["until"]) <= now] == []
 
 
 def test_lengths_of_a_trace(tmp_path: Path) -> None:
@@ -289,137 +279,6 @@ def test_a_graph_keeps_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_there() is not None and replay()[0].tolist() == [-1]
 
 
-GPU = {
-    "name": "GPU",
-    "driver_version": "1",
-    "clocks.max.sm": "1 MHz",
-    "clocks.max.memory": "1 MHz",
-    "power.limit": "700 W",
-    "python": "3",
-    "versions": {"torch": "2", "flashinfer-python": None},
-}
-LIMITS = {"read_bytes_per_s": 3e12, "copy_bytes_per_s": 3e12, "matmul_flops_per_s": 8e14}
-RESULTS: dict[str, Any] = {"machine": GPU, "steps": {}, "results": {}, "answers": []}
-UNPACKING = 30  # seconds
-WELL, BADLY, SLOW = "echo words", "echo words; exit 1", "sleep 60"
-
-
-def step(name: str, seconds: float = 20, **more: Any) -> dict[str, Any]:
-    return {"name": name, "seconds": seconds, **more}
-
-
-def test_steps(tmp_path: Path) -> None:
-    """Steps that passed are not repeated. Steps that failed, were skipped or ran out of time are
-    named."""
-    modules = {"": "1", "new": "2"}
-    (tmp_path / "copies").mkdir()
-    steps = check.Steps(tmp_path, GPU, modules, copies=tmp_path / "copies")
-    assert not steps.do(step("badly"), BADLY)
-    assert not steps.do(step("slow", 0.2), SLOW)
-    steps.leave_out("racecheck", "too old")
-    assert not steps.do(step("skipped"), "echo 3 skipped in 2 s")
-    assert steps.results["steps"]["skipped"]["ok"] is None
-    measures = f"echo '{{\"x\": 1}}' > {steps.out('well')}; {WELL}"
-    assert steps.do(step("well"), measures)
-    assert steps.do(step("of all", contestants={}), WELL)
-    assert not steps.went_well
-    words = {name: step["last_words"] for name, step in steps.results["steps"].items()}
-    assert words == {
-        "badly": "words",
-        "slow": "stopped after 0 s",
-        "racecheck": "too old",
-        "skipped": "3 skipped in 2 s",
-        "well": "words",
-        "of all": "words",
-    }
-    text = (tmp_path / "report.md").read_text()
-    assert "| badly | FAILED |" in text and "| racecheck | left out |" in text
-    assert "badly:\n\n```\nwords\n```" in text
-    assert report.figures(steps.results["results"]) == {"well/x": 1}
-    for name in ("report.json", "report.md"):
-        assert (tmp_path / "copies" / name).read_text() == (tmp_path / name).read_text()
-    summary = report.summary(steps.results, [step("badly", 7), step("well", 3), step("never", 5)])
-    assert "proven or measured: well, of all" in summary
-    assert "left, about 12 s: badly, never" in summary
-
-    later = check.Steps(tmp_path, GPU, modules, seconds=0)
-    assert report.figures(later.results["results"]) == {"well/x": 1}
-    assert later.do(step("well"), measures) and not later.do(step("badly"), WELL)
-    assert later.results["steps"]["badly"]["last_words"] == "0 s were left, and it takes 20"
-
-    # Another variant counts for steps of all variants only.
-    other = check.Steps(tmp_path, GPU, modules | {"new": "3"})
-    assert not other.do(step("of all", contestants={}), BADLY)
-    assert other.do(step("well"), measures)
-    assert not check.Steps(tmp_path, GPU | {"name": "another"}, modules).results["steps"]
-
-
-def test_a_step_is_continued_on_another_machine(tmp_path: Path) -> None:
-    """From report.json alone, which has the results of what was cut off."""
-
-    def command(steps: check.Steps) -> str:
-        return (
-            f"test -f '{steps.out('contest')}' || (echo '{{}}' > '{steps.out('contest')}'; exit 1)"
-        )
-
-    first = check.Steps(tmp_path / "run", GPU, {"": "1"})
-    assert not first.do(step("contest"), command(first))
-    (tmp_path / "run/contest.json").unlink()
-    second = check.Steps(tmp_path / "run", GPU, {"": "1"})
-    assert second.results["results"]["contest"] == {}
-    assert not second.do(step("contest"), command(second))  # nothing was measured yet
-    second.results["results"]["contest"] = {"peers": {}, "rows": []}
-    assert second.do(step("contest"), command(second))
-
-
-def test_a_step_leaves_no_process(tmp_path: Path) -> None:
-    steps = check.Steps(tmp_path, GPU, {"": "1"})
-    steps.do(step("short"), "sleep infinity & echo $!")
-    wait_until(lambda: has_ended(steps.results["steps"]["short"]["last_words"]))
-
-
-class Recorded(check.Steps):
-    """Steps that are not done."""
-
-    def do(self, step: Any, command: str) -> bool:
-        self.results["steps"][step["name"]] = {**step, "ok": True, "command": command}
-        return True
-
-    def leave_out(self, name: str, reason: str) -> None:
-        self.results["steps"][name] = {"ok": None, "command": reason}
-
-
-@pytest.mark.parametrize("key", ["command", "rehearsal"])
-def test_order(key: str, tmp_path: Path) -> None:
-    """What decides comes first, then the proofs of the kernels; the tables are the second part."""
-    steps = Recorded(tmp_path, GPU, {"": "1", "new": "2"})
-    names = ("python", "cores", "tools", "variants", "emulated_module")
-    modules = {"": Path("today.so"), "stamps": Path("stamps.so")}
-    found = {name: f"<{name}>" for name in names}
-    check.check(steps, check.steps_of(), modules, found, key)
-    done = steps.results["steps"]
-    assert [*done][:8] == [
-        *("import", "one order", "limits", "copies", "decode", "prefill"),
-        *("kernels for Hopper", "kernels"),
-    ]
-    assert [step["name"] for step in check.steps_of([2])][:2] == ["invariant", "table"]
-    assert [step["name"] for step in check.steps_of([1, 2], ["in", "ta"])] == ["invariant", "table"]
-    assert not any("{" in step["command"] for step in done.values())
-    assert "--module stamps.so" in done["stamps"]["command"]
-    assert "--native today.so" in done["kernels"]["command"]
-    assert "--module today.so" in done["decode"]["command"]
-    assert done["racecheck"]["ok"] is None
-    if key == "command":
-        portable = {
-            name
-            for name, x in done.items()
-            if (x.get("environment") or {}).get("XLA_GPU_CUDA_KERNELS")
-        }
-        assert portable == {f"{tool}check, portable" for tool in ("mem", "race", "init", "sync")}
-    else:
-        assert done["memcheck, portable"]["command"] == "needs a GPU"
-
-
 def test_counters_of_a_profile() -> None:
     """On ncu's raw page, after what the program printed."""
     page = (
@@ -477,83 +336,6 @@ def test_the_pages_say_what_was_measured(tmp_path: Path) -> None:
     assert "| decode 1 of 8192 | 37.2 | 40.0 |" in overview.jax(results)
 
 
-@pytest.fixture
-def packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A pack of small files, for sources in another folder."""
-    monkeypatch.setattr(pack, "ROOT", tmp_path / "sources")
-    (tmp_path / "sources/shared_ffi/csrc").mkdir(parents=True)
-    (tmp_path / "sources/CMakeLists.txt").write_text("project()")
-    noise = random.Random(0)
-    for name in ("variants/today/_native.so", "variants/new/_native.so", "packages/pytest.py"):
-        path = tmp_path / "parts" / name
-        path.parent.mkdir(parents=True)
-        path.write_bytes(noise.randbytes(2500))
-    pack.write(tmp_path / "parts", tmp_path / "pack.tar.xz", "{}.{}".format(*sys.version_info))
-    return tmp_path / "pack.tar.xz"
-
-
-def test_the_sources_of_a_pack_know_their_version(tmp_path: Path) -> None:
-    """Python asks the metadata of installed packages, and they are not installed."""
-    pack.copy_metadata(tmp_path)
-    (found,) = importlib.metadata.distributions(path=[str(tmp_path)])
-    assert (found.name, found.version) == ("xla-paged-attention", shared_ffi.__version__)
-
-
-def test_pack_round_trip(packed: Path, tmp_path: Path) -> None:
-    target = tmp_path / "unpacked"
-    manifest = pack.unpack(packed, target, "new")
-    assert [*manifest["variants"]] == ["new", "today"]
-    for path in (tmp_path / "parts").rglob("*.*"):
-        assert (target / path.relative_to(tmp_path / "parts")).read_bytes() == path.read_bytes()
-    assert [path.name for path in pack.paths(target)] == ["packages"]
-    (target / "packages/pytest.py").unlink()
-    pack.unpack(packed, target, "new")
-    assert not (target / "packages/pytest.py").exists(), "unpacked a second time"
-
-
-def test_a_pack_that_does_not_fit(packed: Path, tmp_path: Path) -> None:
-    target, content = tmp_path / "unpacked", packed.read_bytes()
-    with pytest.raises(SystemExit, match="no variant 'old'; it has new, today"):
-        pack.unpack(packed, target, "old")
-    packed.write_bytes(content[:-100])
-    with pytest.raises(SystemExit, match="is damaged"):
-        pack.unpack(packed, target, "today")
-    packed.write_bytes(content)
-    (tmp_path / "sources/CMakeLists.txt").write_text("project(changed)")
-    with pytest.raises(SystemExit, match="other sources"):
-        pack.unpack(packed, target, "today")
-
-
-def test_a_pack_for_another_python(packed: Path, tmp_path: Path) -> None:
-    pack.write(tmp_path / "parts", packed, "3.8")
-    with pytest.raises(SystemExit, match=r"for Python 3\.8; this is 3\."):
-        pack.unpack(packed, tmp_path / "unpacked", "today")
-
-
-def test_a_variant_is_some_units_compiled_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The other objects of a build are linked as they are."""
-    link = f": && c++ -o {pack.LIBRARY} a/decode_X.dir/decode.cu.o cuda/run.cu.o b.cc.o && :"
-    ran: list[str] = []
-
-    def commands(command: list[str], **_: Any) -> str:
-        name = command[-1]
-        return "others\n" + (link if name == pack.LIBRARY else f"nvcc -MF {name}.d -o {name}")
-
-    monkeypatch.setattr(pack.subprocess, "check_output", commands)
-    monkeypatch.setattr(pack.subprocess, "run", lambda command, **_: ran.append(command))
-    new = tmp_path / "new"
-    pack.build_variant("XLA_GPU_STAMPS", ["decode_X."], tmp_path / "today", new)
-    assert ran == [
-        f"nvcc -MF {new / '1.o'}.d -o {new / '1.o'} -DXLA_GPU_STAMPS",
-        f": && c++ -o {new / pack.LIBRARY} {new / '1.o'} cuda/run.cu.o b.cc.o && :",
-    ]
-    for definition, units in (("XLA_GPU_NO_SUCH", ["decode_X."]), ("XLA_GPU_STAMPS", ["other"])):
-        with pytest.raises(SystemExit, match=rf"a header's definition and units; got {definition}"):
-            pack.build_variant(definition, units, tmp_path / "today", new)
-
-
 @pytest.mark.parametrize("option", ["-DSKBUILD=2", "-DXLA_GPU_ARCHITECTURES=all"])
 def test_packages_refuse_what_is_to_measure(option: str, tmp_path: Path) -> None:
     command = ["cmake", "-S", str(pack.ROOT), "-B", str(tmp_path), option]
@@ -562,34 +344,3 @@ def test_packages_refuse_what_is_to_measure(option: str, tmp_path: Path) -> None
     assert outcome.returncode != 0
     words = " ".join(outcome.stdout.split())
     assert "XLA_GPU_LAB is for builds to measure; got XLA_GPU_NO_SOFTMAX for a package" in words
-
-
-@pytest.mark.parametrize(("name", "fits"), [
-    ("_native.abi3.so", True),
-    ("_native.cpython-312-x86_64-linux-gnu.so", True),
-    ("_native.cpython-311-x86_64-linux-gnu.so", False),
-    (None, False),
-])  # fmt: skip
-def test_a_variant_for_another_python(name: str | None, fits: bool, tmp_path: Path) -> None:
-    module = tmp_path / (name or "absent.abi3.so")
-    if name:
-        module.touch()
-    with contextlib.nullcontext() if fits else pytest.raises(SystemExit, match=r"for Python 3\.12"):
-        pack.check_tag(module, "3.12")
-
-
-def test_a_part_of_a_wheel(tmp_path: Path) -> None:
-    """The last pattern that a name matches decides. A program stays one."""
-    names = ("lib/a.py", "lib/data/b.py", "lib/data/__init__.py", "lib/c.so")
-    with zipfile.ZipFile(tmp_path / "lib.whl", "w") as wheel:
-        for name in names:
-            wheel.writestr(name, name)
-        program = zipfile.ZipInfo("lib/bin/tool.py")
-        program.external_attr = 0o100755 << 16
-        wheel.writestr(program, "")
-    pack.extract(tmp_path / "lib.whl", ("*.py", "!lib/data/*", "*/__init__.py"), tmp_path)
-    assert (tmp_path / "lib/bin/tool.py").stat().st_mode & 0o111
-    assert not (tmp_path / "lib/a.py").stat().st_mode & 0o111
-    assert {str(x.relative_to(tmp_path)) for x in tmp_path.rglob("*.*") if x.is_file()} == {
-        "lib.whl", "lib/a.py", "lib/data/__init__.py", "lib/bin/tool.py"
-    }  # fmt: skip

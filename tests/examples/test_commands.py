@@ -12,7 +12,7 @@ import pytest
 
 from examples.generate import __main__ as generate
 from examples.replay import __main__ as replay
-from examples.replay import steps
+from harness import steps
 from harness.workload import read_trace
 
 FRAMEWORKS = ("jax", "torch", "transformers", "matplotlib", "rich")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from examples.replay.__main__ import main
-from examples.replay.steps import TokenValues
+from harness.steps import TokenValues
 from harness.workload import MODELS, generate_trace, read_trace
 from shared_ffi.check_batch import BatchHistory, check_batch
 from tests.support import scripts

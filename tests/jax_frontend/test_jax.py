@@ -15,8 +15,8 @@ import torch
 import jax_frontend
 from harness import hlo, reference
 from harness.compare import assert_same_bits
+from tests.cases.sound_calls import DECODE_TABLE, add, attention, decode_steps, split, update
 from tests.support.backends import JAX_ERRORS
-from tests.support.sound_calls import DECODE_TABLE, add, attention, decode_steps, split, update
 
 OPERANDS, _ = split(attention())
 attend = partial(jax_frontend.paged_attention, scale=0.5)

@@ -20,14 +20,14 @@ from harness.hlo import ATTENTION, UPDATE
 from harness.layouts import LATENT_LAYOUTS, LAYOUTS
 from jax_frontend._vmap import paged_attention as vmapped
 from jax_frontend._vmap.operands import Operand
+from tests.cases.bad_calls import DYNAMIC, BadCall
 from tests.cases.case import DECODE, JUNK, MIXED, SHORT_NAMES, Case
+from tests.cases.sound_calls import add, attention, split, update
 from tests.cases.updates import UpdateCase
 from tests.support.backends import JAX_ERRORS
-from tests.support.bad_calls import DYNAMIC, BadCall
 from tests.support.calls import split_keywords
 from tests.support.gpu import Gpu
 from tests.support.gpu import attend as attend_on
-from tests.support.sound_calls import add, attention, split, update
 
 BATCHES = (MIXED, DECODE, (), ((0, 0), (2, 3)), ((9, 21),))
 

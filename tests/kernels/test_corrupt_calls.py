@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.cases.corrupt_calls import HandlerCall, arguments_of, corrupt_calls, sound_calls
 from tests.support import selection
 from tests.support.calls import call_handler
-from tests.support.corrupt_calls import HandlerCall, arguments_of, corrupt_calls, sound_calls
 from tests.support.gpu import Gpu
 
 F32, F16 = np.float32, np.float16

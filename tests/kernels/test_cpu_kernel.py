@@ -20,6 +20,7 @@ from harness.compare import assert_close_on_cpu, assert_same_bits
 from shared_ffi import _native, kv_cache_update, simple_add
 from tests.cases.all import CASES
 from tests.cases.case import Case
+from tests.cases.random_calls import attention_cases
 from tests.cases.updates import UpdateCase
 from tests.support.calls import (
     call_handler,
@@ -32,7 +33,6 @@ from tests.support.calls import (
 )
 from tests.support.kernel_tests import *  # noqa: F403
 from tests.support.kernel_tests import Cpu
-from tests.support.random_cases import random_cases
 
 F32, I32 = np.float32, np.int32
 
@@ -432,6 +432,6 @@ def test_exponential() -> None:
     assert (np.abs(result - exact) <= allowed).all()
 
 
-@given(random_cases())
+@given(attention_cases())
 def test_random(case: Case) -> None:
     test_paged_attention(case)

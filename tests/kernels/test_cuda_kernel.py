@@ -1,6 +1,6 @@
 """The CUDA handlers and kernels: every case against the oracle, any batch, faulty metadata. What
 they share with the CPU's is in tests/support/kernel_tests.py. They run on an emulated GPU, which
-executes the PTX that nvcc emits (tests/emulated_gpu), with arrays between guard pages and with
+executes the PTX that nvcc emits (tools/emulated_gpu), with arrays between guard pages and with
 several orders of warps. `make gpu-check` runs this file on a GPU. What concerns Hopper GPUs runs with
 their kernels, too."""
 
@@ -26,6 +26,7 @@ from shared_ffi import kv_cache_update, paged_attention, simple_add
 from shared_ffi.spec import ArraySpec
 from tests.cases.all import CASES, LONG_CASES, UPDATE_CASES
 from tests.cases.case import FEATURES, JUNK, Case
+from tests.cases.random_calls import attention_cases
 from tests.cases.updates import UpdateCase
 from tests.support import scripts, selection, without_python
 from tests.support.calls import (
@@ -36,7 +37,6 @@ from tests.support.calls import (
 from tests.support.gpu import ON_CUDA, EmulatedGpu, Gpu, attend, scratch_of, skip_without_code
 from tests.support.kernel_tests import *  # noqa: F403
 from tests.support.kernel_tests import BATCH, batch
-from tests.support.random_cases import random_cases
 
 F32, I32 = np.float32, np.int32
 
@@ -687,12 +687,12 @@ def with_long_queries(case: Case) -> Case:
     )
 
 
-@given(case=random_cases().map(with_long_queries))
+@given(case=attention_cases().map(with_long_queries))
 def test_random_long_queries(each_kernel: Gpu, case: Case) -> None:
     test_paged_attention(case, each_kernel)
 
 
-@given(case=random_cases())
+@given(case=attention_cases())
 def test_random_on_hopper(gpu: Gpu, case: Case) -> None:
     test_paged_attention(case, gpu.on_hopper())
 
@@ -754,7 +754,7 @@ def test_wide_heads(
         assert_same_bits(attend(small, inputs, **attributes), on_cuda_cores)
 
 
-@given(case=random_cases())
+@given(case=attention_cases())
 def test_random(gpu: Gpu, case: Case) -> None:
     test_paged_attention(case, gpu)
 

@@ -10,7 +10,8 @@ import pytest
 
 from shared_ffi import OPS
 from tests.support import mutants, native
-from tests.support.mutant_runner import MutantRunner
+from tools.mutants.mutants import find, plant
+from tools.mutants.runner import MutantRunner
 
 
 class Suite(NamedTuple):
@@ -30,7 +31,7 @@ OTHER_OPS = {op.OP for op in OPS} - {"paged_attention"}
 
 def test_the_mutants_fit_the_sources() -> None:
     """Finds a quote that is out of date without waiting for a build."""
-    mutants.plant(mutants.read_sources(), mutants.ALL)
+    plant(mutants.read_sources(), mutants.ALL, mutants.CSRC)
 
 
 @pytest.fixture(scope="session")
@@ -42,7 +43,9 @@ def runners(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str]
 
     def runner(name: str) -> MutantRunner:
         if name not in started:
-            started[name] = MutantRunner(native.emulated_build(), *SUITES[name], folder / name)
+            tests, option = SUITES[name]
+            options = f"-n0 --shuffle {option}={{}}"
+            started[name] = MutantRunner(native.emulated_build(), tests, options, folder / name)
         return started[name]
 
     yield runner
@@ -50,16 +53,23 @@ def runners(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str]
         process.close()
 
 
-@pytest.mark.parametrize(
-    ("name", "mutant"), [(name, mutant.name) for name in SUITES for mutant in mutants.SUITES[name]]
-)
+# With --all every mutant, and else every fourth: a mutant that survives tells of a test that has changed
+# with it, so most changes need none of them.
+MUTANTS = [
+    pytest.param(name, mutant.name, marks=[pytest.mark.nightly] * (number % 4 > 0))
+    for name in SUITES
+    for number, mutant in enumerate(mutants.SUITES[name])
+]
+
+
+@pytest.mark.parametrize(("name", "mutant"), MUTANTS)
 def test_a_mutant_fails_the_suite(
     name: str, mutant: str, runners: Callable[[str], MutantRunner]
 ) -> None:
     """One test fails with the mutant, and passes without it."""
     planted = next(x for x in mutants.SUITES[name] if x.name == mutant)
     # A test of the op itself must catch a mutant in an op's folder.
-    path, _ = mutants.find(planted, mutants.read_sources())
+    path, _ = find(planted, mutants.read_sources(), mutants.CSRC)
     folder = path.relative_to(mutants.CSRC).parts[0]
     matching = folder if folder in OTHER_OPS else ""
     runner = runners(name)

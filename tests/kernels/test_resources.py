@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import json
 import os
@@ -15,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu import cycles
-from benchmarks.gpu.cycles import MachineCode, Warp
 from harness.arrays import CACHE_DTYPES
 from shared_ffi import _native
 from tests.support import native
 from tests.support.native import ROOT
+from tools.sass import cycles
+from tools.sass.cycles import MachineCode
 
 CSRC = ROOT / "shared_ffi/csrc"
 SMALLEST_SHARED_BYTES = 99 * 1024  # the limit of a thread block on sm_86, sm_89 and sm_120
@@ -503,51 +502,6 @@ def test_a_turn_keeps_the_tensor_cores_busy(
     for ports, limit in zip(cycles.PORTS, limits, strict=True):
         warps = cycles.prefill_warps(code, turn, 3, by)
         assert 2048 <= cycles.cycles(warps, ports) <= limit
-
-
-@pytest.fixture(scope="module")
-def foreign_loop(tmp_path_factory: pytest.TempPathFactory) -> tuple[MachineCode, list[int]]:
-    """The main loop of a matrix product of Triton's."""
-    pytest.importorskip("triton", reason="a kernel of its compiler's is modelled")
-    kernels = importlib.import_module("tests.support.triton_kernels")
-    signature = {"a": "*bf16", "b": "*bf16", "c": "*fp32", "k_size": "i32"}
-    signature |= dict.fromkeys(("a_row", "b_row", "c_row"), "i32")
-    constants = {"M": 64, "N": 128, "K": 64, "a_column": 1, "b_column": 1}
-    kernel = kernels.compiled(kernels.matmul, 90, signature, constants, num_warps=4)
-    path = tmp_path_factory.mktemp("triton") / "matmul.cubin"
-    path.write_bytes(kernel.asm["cubin"])
-    (code,) = cycles.machine_code(path).values()
-    loop = code.shortest_loop(code.find("HGMMA.*gsb0"))
-    assert loop is not None
-    return code, loop
-
-
-def test_the_model_of_a_foreign_kernel(foreign_loop: tuple[MachineCode, list[int]]) -> None:
-    """Its loop has products of 64x128x64, which take 256 cycles, and 12 copies of 16 bytes a lane.
-    It has a free slot wherever it waits."""
-    code, loop = foreign_loop
-    texts = [code.instructions[i] for i in loop]
-    assert len([text for text in texts if "HGMMA.64x128x16" in text]) == 4
-    assert len([text for text in texts if "LDGSTS.E.BYPASS.128" in text]) == 12
-    stalls = sum(code.stall(i) for i in loop)
-    alone = cycles.cycles([Warp(code, loop)])
-    assert max(stalls, 256) <= alone <= 2 * stalls
-    assert alone <= cycles.cycles([Warp(code, loop) for _ in range(2)]) < 2 * alone
-    assert cycles.cycles([Warp(code, loop) for _ in range(4)]) >= 4 * 256
-
-
-def test_the_model_sees_a_wait(foreign_loop: tuple[MachineCode, list[int]]) -> None:
-    """A load, in place of the first copy, for which the next instruction waits."""
-    code, loop = foreign_loop
-    planted = MachineCode()
-    planted.addresses = code.addresses
-    planted.instructions, planted.bits = [*code.instructions], [*code.bits]
-    load = next(i for i in loop if "LDGSTS" in code.instructions[i])
-    planted.instructions[load] = "LDG.E R0, desc[UR16][R18.64]"
-    planted.bits[load] = code.bits[load] & ~(7 << 46) | 5 << 46
-    load_alone = cycles.cycles([Warp(planted, loop)])
-    planted.bits[loop[loop.index(load) + 1]] |= 1 << 52 << 5
-    assert cycles.cycles([Warp(planted, loop)]) >= load_alone + cycles.LOAD / 2
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from tests.support import mutants, native, selection
-from tests.support.mutants import Mutant
+from tools.mutants.mutants import Mutant, plant
 
 pytestmark = pytest.mark.skipif(not selection.everything, reason="proofs take minutes: --all")
 
@@ -145,7 +145,7 @@ MUTANTS = [
     ("portable, few rows", "StoreSums(); «__syncthreads();»"),
     (
         "decode",
-        "«shared_.tiles_barriers.WaitFilled(stage);» if (warp_ == 0) gpu::Stamp(gpu::Moment::kFirstTile",
+        "«shared_.tiles_barriers.WaitFilled(stage);» XLA_GPU_STAMP(First, kFirstTile",
     ),
     ("decode", "«if (strip == 0) shared_.tiles_barriers.WaitFreed(stage);» C* to"),
     (
@@ -189,7 +189,7 @@ def test_without_a_barrier_there_is_no_proof(
     name: str, quote: str, verify: Any, tmp_path: Path
 ) -> None:
     sources = {path: path.read_text() for path in mutants.CSRC.rglob("*.*")}
-    for path, text in mutants.plant(sources, [Mutant("barrier", quote, "")]).items():
+    for path, text in plant(sources, [Mutant("barrier", quote, "")], mutants.CSRC).items():
         target = tmp_path / path.relative_to(mutants.CSRC)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text)

@@ -87,7 +87,7 @@ class Soak:
 
     def __init__(self, backend: str, path: Path | None = None, seed: int = 0) -> None:
         # Imports the frameworks.
-        from examples.replay.steps import RUNNERS, TokenValues  # noqa: PLC0415
+        from harness.steps import RUNNERS, TokenValues  # noqa: PLC0415
 
         model = MODELS["tiny"]
         shape = (LIMITS.num_blocks, LIMITS.block_size, 2 * model.num_kv_heads, model.head_size)

@@ -245,7 +245,7 @@ def imports(seconds: float) -> int:
     calls = """
         import numpy as np
         from tests.support import backends
-        from tests.support.sound_calls import add
+        from tests.cases.sound_calls import add
         results = [backend("simple_add", *add().values()) for backend in backends.BACKENDS.values()]
         assert all((x == 2).all() for x in results) and len(results) == 4
     """

@@ -13,10 +13,10 @@ import torch
 import jax_frontend
 import torch_frontend  # noqa: F401  (defines torch.ops.xla_gpu)
 from shared_ffi import _native, kernel_log, paged_attention
+from tests.cases.sound_calls import attention, split, update
 from tests.support import backends
 from tests.support.calls import checked_call, cpu_instruction_set
 from tests.support.models import tensors
-from tests.support.sound_calls import attention, split, update
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:

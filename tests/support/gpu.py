@@ -26,6 +26,7 @@ from tests.support.calls import (
     split_keywords,
     with_wider_rows,
 )
+from tools.emulated_gpu.calls import Change, captured
 
 ON_CUDA = os.environ.get("XLA_GPU_TEST_ON") == "cuda"
 CAPABILITY = int(os.environ.get("XLA_GPU_TEST_CAPABILITY", 90))  # of the emulated GPU: 90 is 9.0
@@ -80,40 +81,6 @@ def skip_without_code(gpu: Gpu, capability: int) -> None:
     architectures = [int(x) for x in re.findall(r"\d+", gpu.native.cuda_architectures)]
     if ON_CUDA or capability < min(architectures) or max(architectures) < 90 <= capability:
         pytest.skip("this build has no code for such a GPU")
-
-
-class Change(ctypes.Structure):
-    """What tests/emulated_gpu/machine.h says of it."""
-
-    _fields_ = [("kernel", ctypes.c_char_p)] + [
-        (name, ctypes.c_uint64)
-        for name in ("begin", "end", "reads", "every", "place", "bytes", "value", "counted")
-    ]
-
-
-@contextmanager
-def captured(runtime: Any, call: Callable[[int], None]) -> Iterator[Callable[[], None]]:
-    """Captures what `call(stream)` launches in a CUDA graph. Yields what replays it. `runtime`: the
-    library with the kernels, on the emulated GPU."""
-
-    def check(name: str, *arguments: Any) -> None:
-        if error := getattr(runtime, name)(*arguments):
-            runtime.cudaGetErrorString.restype = ctypes.c_char_p
-            raise RuntimeError(f"{name} failed: {runtime.cudaGetErrorString(error).decode()}")
-
-    stream, graph, executable = (ctypes.c_void_p() for _ in range(3))
-    check("cudaStreamCreate", ctypes.byref(stream))
-    assert stream.value is not None
-    try:
-        check("cudaStreamBeginCapture", stream, 0)
-        call(stream.value)
-        check("cudaStreamEndCapture", stream, ctypes.byref(graph))
-        check("cudaGraphInstantiate", ctypes.byref(executable), graph, ctypes.c_uint64(0))
-        check("cudaGraphDestroy", graph)
-        yield lambda: check("cudaGraphLaunch", executable, stream)
-        check("cudaGraphExecDestroy", executable)
-    finally:
-        check("cudaStreamDestroy", stream)
 
 
 class EmulatedGpu(Gpu):
@@ -178,45 +145,6 @@ class EmulatedGpu(Gpu):
             addresses = [[x.ctypes.data for x in arrays] for arrays in (operands, results)]
             call(*addresses, stream=self.stream)
         self._check_the_last_kernel()
-
-
-# The numbers of cuTensorMapEncodeTiled for the types of elements.
-TENSOR_MAP_TYPES = {"uint8": 0, "uint16": 1, "uint32": 2, "int32": 3, "uint64": 4, "int64": 5}
-TENSOR_MAP_TYPES |= {"float16": 6, "float32": 7, "float64": 8, "bfloat16": 9}
-
-
-def tensor_map(
-    machine: Any, array: np.ndarray, box: Sequence[int], **changes: Any
-) -> tuple[int, ctypes.Array[Any]]:
-    """The error and the 128 bytes of the driver's cuTensorMapEncodeTiled on the emulated GPU.
-    `changes`: of its arguments. The outermost dimension is the first, as in NumPy."""
-    memory = (ctypes.c_uint8 * 256)()
-    encoded = (ctypes.c_uint8 * 128).from_buffer(memory, -ctypes.addressof(memory) % 64)
-    arguments: dict[str, Any] = {
-        "to": ctypes.addressof(encoded),
-        "type": TENSOR_MAP_TYPES[array.dtype.name],
-        "rank": array.ndim,
-        "address": array.ctypes.data,
-        "sizes": array.shape,
-        "strides": array.strides[:-1],
-        "box": box,
-        "steps": [1] * array.ndim,
-        "interleave": 0,
-        "swizzle": 0,
-        "promotion": 0,
-        "fill": 0,
-    } | changes
-    for name, kind in {
-        "sizes": ctypes.c_uint64,
-        "strides": ctypes.c_uint64,
-        "box": ctypes.c_uint32,
-        "steps": ctypes.c_uint32,
-    }.items():
-        numbers = arguments[name]
-        arguments[name] = (kind * len(numbers))(*numbers[::-1])
-    for name in ("to", "address"):
-        arguments[name] = ctypes.c_void_p(arguments[name])
-    return machine.PtxEncodeTiled(*arguments.values()), encoded
 
 
 class RealGpu(Gpu):

@@ -8,7 +8,7 @@ import torch
 
 import torch_frontend  # noqa: F401  (defines torch.ops.xla_gpu)
 from harness.arrays import to_torch
-from tests.support.sound_calls import attention, split
+from tests.cases.sound_calls import attention, split
 
 OPS = torch.ops.xla_gpu
 

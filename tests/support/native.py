@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,22 +10,10 @@ from typing import Any
 import pytest
 
 from tests.support import mutants
+from tools.emulated_gpu import build as emulated_gpu
+from tools.emulated_gpu.build import run
 
 ROOT = Path(__file__).parents[2]
-
-
-def run(
-    *command: object, environment: dict[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    """Runs a command. Tools beside this interpreter are on its PATH."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return subprocess.run(
-        [str(word) for word in command],
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env=os.environ | {"PATH": path} | (environment or {}),
-    )
 
 
 def ffi_headers() -> Path:
@@ -87,9 +72,7 @@ def emulated_build() -> Path:
             folder / "build",
             # A share of the kernels. With --all, also those for Ampere and the other head sizes.
             "-DXLA_GPU_ARCHITECTURES=90a-real",
-            "-DXLA_GPU_HEAD_SIZES=128;256;512;576",
-            "-DXLA_GPU_HEAD_SIZES_OF_8_BITS=128",
-            "-DXLA_GPU_CUDA_CORE_COLUMNS=4;18",
+            "-DXLA_GPU_KERNELS=tested",
             f"-DXLA_GPU_CPU_INSTRUCTION_SETS={';'.join(mutants.instruction_sets())}",
             source=folder / "source",
             flags=f"-include {folder}/source/mutant.h -Wno-dangling-else",
@@ -98,10 +81,10 @@ def emulated_build() -> Path:
 
 def for_emulated_gpu(folder: Path, *options: str, source: Path = ROOT, flags: str = "") -> Path:
     """The path of a module whose CUDA kernels are executed from the PTX that nvcc emits, by the
-    emulated GPU (tests/emulated_gpu). `options`: of CMake."""
+    emulated GPU (tools/emulated_gpu). `options`: of CMake."""
     from filelock import FileLock  # noqa: PLC0415  (only tests need it)
 
-    compiler, machine = nvcc(), emulated_gpu()
+    compiler, machine = nvcc(), emulated_gpu.libraries()
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / "lock"):
         # The linker does not see that the machine has changed.
@@ -113,7 +96,7 @@ def for_emulated_gpu(folder: Path, *options: str, source: Path = ROOT, flags: st
             configure(
                 source,
                 folder,
-                f"-DCMAKE_CUDA_COMPILER={ROOT / 'tests/emulated_gpu/nvcc'}",
+                f"-DCMAKE_CUDA_COMPILER={emulated_gpu.FOLDER / 'nvcc'}",
                 f"-DCUDART_STATIC={machine / 'libemulated_gpu.a'}",
                 "-DXLA_GPU_OPTIMIZE=-O0",
                 # Names of its own: the installed library is loaded, too.
@@ -125,29 +108,11 @@ def for_emulated_gpu(folder: Path, *options: str, source: Path = ROOT, flags: st
             return build(folder)
 
 
-def emulated_gpu() -> Path:
-    """The folder with the libraries of the emulated GPU, brought up to date."""
-    from filelock import FileLock  # noqa: PLC0415
-
-    folder = ROOT / "build/emulated/gpu"
-    folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder / "lock"):
-        for command in (
-            ("cmake", "-S", ROOT / "tests/emulated_gpu", "-B", folder, "-G", "Ninja"),
-            ("cmake", "--build", folder),
-        ):
-            outcome = run(*command)
-            assert outcome.returncode == 0, outcome.stdout
-    return folder
-
-
 def nvcc() -> Path:
-    """The CUDA compiler of the installed build, or the user's. Skips the test if there is none."""
-    found = next(ROOT.glob("build/*/cuda/bin/nvcc"), None)
-    found = found or os.environ.get("CUDACXX") or shutil.which("nvcc")
-    if found is None:
+    """The CUDA compiler. Skips the test if there is none."""
+    if (found := emulated_gpu.nvcc()) is None:
         pytest.skip("no nvcc, which compiles the kernels to PTX")
-    return Path(found)
+    return found
 
 
 def load(path: Path | str, name: str) -> Any:

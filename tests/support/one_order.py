@@ -15,7 +15,7 @@ import numpy as np
 from harness import layouts
 from harness.reference import attended_positions
 from tests.cases.case import Case, Inputs
-from tests.support.tensor_cores import add_products
+from tools.emulated_gpu.tensor_cores import add_products
 
 F = np.float32
 LOG2E = F(1.4426950408889634)

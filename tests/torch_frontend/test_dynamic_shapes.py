@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from tests.cases.sound_calls import attention
 from tests.support.models import tensors
-from tests.support.sound_calls import attention
 
 OPS = torch.ops.xla_gpu
 

@@ -13,6 +13,7 @@ from harness.compare import assert_same_bits
 from shared_ffi import kv_cache_update, paged_attention
 from tests.cases.all import SHORT_CASES, UPDATE_CASES
 from tests.cases.case import Case
+from tests.cases.sound_calls import attention, split, update
 from tests.support import backends
 from tests.support.calls import (
     call_handler,
@@ -21,7 +22,6 @@ from tests.support.calls import (
     split_keywords,
 )
 from tests.support.models import tensors
-from tests.support.sound_calls import attention, split, update
 
 OPS = torch.ops.xla_gpu
 Calls = list[tuple[str, list[int]]]

@@ -13,8 +13,8 @@ import torch
 import jax_frontend
 import shared_ffi
 import torch_frontend
+from tests.cases.sound_calls import add, attention, update
 from tests.support.models import tensors
-from tests.support.sound_calls import add, attention, update
 
 OPS = torch.ops.xla_gpu
 
@@ -146,7 +146,7 @@ ATTENTION: list[tuple[str, Any, str]] = [
         r"sliding_window must have type int; got float. Pass int\(sliding_window\)",
     ),
 ]
-"""tests/support/bad_calls.py has those that both frontends refuse in the same words."""
+"""tests/cases/bad_calls.py has those that both frontends refuse in the same words."""
 
 
 @pytest.mark.parametrize(("argument", "value", "message"), ATTENTION)

@@ -17,10 +17,7 @@ from shared_ffi import eager, simple_add
 from shared_ffi.spec import ArraySpec
 from tests.cases.all import SHORT_CASES
 from tests.cases.case import Case
-from tests.support import backends, scripts
-from tests.support.calls import observed_calls, overload_of, split_keywords
-from tests.support.models import tensors
-from tests.support.sound_calls import (
+from tests.cases.sound_calls import (
     DECODE_TABLE,
     SOUND,
     add,
@@ -30,6 +27,9 @@ from tests.support.sound_calls import (
     split,
     update,
 )
+from tests.support import backends, scripts
+from tests.support.calls import observed_calls, overload_of, split_keywords
+from tests.support.models import tensors
 
 OPS = torch.ops.xla_gpu
 

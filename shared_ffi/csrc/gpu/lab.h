@@ -1,5 +1,6 @@
 // What a build to measure leaves out or adds: XLA_GPU_LAB of CMakeLists.txt. Without softmax or
-// copies its results are wrong.
+// copies its results are wrong. Each is a variant of tools/lease/lab.json, which says before which
+// version of the library it leaves.
 #pragma once
 
 namespace xla_gpu::gpu {
@@ -21,16 +22,6 @@ inline constexpr bool kSoftmax = true;
 inline constexpr bool kCopiesByThreads = true;
 #else
 inline constexpr bool kCopiesByThreads = false;
-#endif
-
-// Whether ZeroArrivals runs before the decode kernel. A build to measure what that costs counts
-// from a nonce instead, which the memory has by chance once in 2^20 times. Nor is it safe in a
-// captured graph, which has the nonce of each replay: after one in which nobody came last, as the
-// lengths changed, the next one counts on.
-#ifdef XLA_GPU_ARRIVALS_HAVE_NONCES
-inline constexpr bool kZerosArrivals = false;
-#else
-inline constexpr bool kZerosArrivals = true;
 #endif
 
 #ifdef XLA_GPU_ONE_BLOCK  // of the portable prefill kernel on a multiprocessor

@@ -1,12 +1,19 @@
-// Time stamps inside a kernel. A build with XLA_GPU_STAMPS prints them, a line for each thread
-// block: "stamps", then the clock at each moment. Any other build has no code for them.
+// Time stamps inside a kernel: XLA_GPU_STAMP(Last, kReady, warp == 0). A build with XLA_GPU_STAMPS
+// prints them, a line for each thread block: "stamps", then the clock at each moment. In any other
+// build the macro is empty.
 #pragma once
+
+#ifndef XLA_GPU_STAMPS
+#define XLA_GPU_STAMP(function, moment, stamps)
+#else
+#define XLA_GPU_STAMP(function, moment, stamps) \
+  ::xla_gpu::gpu::stamps::function(::xla_gpu::gpu::stamps::moment, stamps)
 
 #include <cstdio>
 
-namespace xla_gpu::gpu {
+namespace xla_gpu::gpu::stamps {
 
-enum class Moment {
+enum Moment {
   kStart,      // of the thread block, when the kernels before it have ended
   kReady,      // its shared memory is
   kScheduled,  // the first work item is found
@@ -17,37 +24,33 @@ enum class Moment {
   kCount,
 };
 
-#ifdef XLA_GPU_STAMPS
+inline constexpr int kBlocks = 1024;
+static __device__ volatile long long clocks[kBlocks][kCount];
 
-inline constexpr int kStampedBlocks = 1024;
-static __device__ volatile long long stamps[kStampedBlocks][static_cast<int>(Moment::kCount)];
+__device__ inline volatile long long* Mine() { return clocks[blockIdx.x % kBlocks]; }
 
-// One lane of one warp calls it. If a moment comes again, the first counts, or the last.
-__device__ inline void Stamp(Moment moment, bool first_counts = false) {
-  if (threadIdx.x % 32 > 0 || blockIdx.x >= kStampedBlocks) return;
-  volatile long long& stamp = stamps[blockIdx.x][static_cast<int>(moment)];
-  if (!first_counts || stamp == 0) stamp = clock64();
+// One lane of a warp that `stamps` does. If a moment comes again, the last counts.
+__device__ inline void Last(Moment moment, bool stamps) {
+  if (stamps && threadIdx.x % 32 == 0 && blockIdx.x < kBlocks) Mine()[moment] = clock64();
 }
 
-__device__ inline void BeginStamps() {
-  if (threadIdx.x > 0 || blockIdx.x >= kStampedBlocks) return;
-  for (volatile long long& stamp : stamps[blockIdx.x]) stamp = 0;
-  Stamp(Moment::kStart);
+__device__ inline void First(Moment moment, bool stamps) {
+  Last(moment, stamps && Mine()[moment] == 0);
 }
 
-// The first thread calls it, when all others have stamped.
-__device__ inline void PrintStamps() {
-  if (threadIdx.x > 0 || blockIdx.x >= kStampedBlocks) return;
-  const auto& s = stamps[blockIdx.x];
+__device__ inline void Begin(Moment moment, bool stamps) {
+  if (!stamps || blockIdx.x >= kBlocks) return;
+  for (int i = 0; i < kCount; ++i) Mine()[i] = 0;
+  Last(moment, true);
+}
+
+// When all others have stamped.
+__device__ inline void Print(Moment, bool prints) {
+  if (!prints || blockIdx.x >= kBlocks) return;
+  const auto* s = Mine();
   printf("stamps %lld %lld %lld %lld %lld %lld %lld\n", s[0], s[1], s[2], s[3], s[4], s[5], s[6]);
 }
 
-#else
-
-__device__ __forceinline__ void Stamp(Moment, bool = false) {}
-__device__ __forceinline__ void BeginStamps() {}
-__device__ __forceinline__ void PrintStamps() {}
+}  // namespace xla_gpu::gpu::stamps
 
 #endif
-
-}  // namespace xla_gpu::gpu

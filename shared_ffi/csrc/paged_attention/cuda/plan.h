@@ -3,7 +3,6 @@
 // run.cu launches what is planned.
 #pragma once
 
-#include "../../gpu/lab.h"
 #include "decode/numbers.h"
 
 namespace xla_gpu::paged_attention {
@@ -50,7 +49,7 @@ class Plan {
     const int64_t most = leaves_long ? few : TokensPerTile(p);
     if (kernels.decode != nullptr) {
       const int64_t num_items = kernels.decode->MaxItems(p);
-      if (gpu::kZerosArrivals && kernels.decode->HasSplits() && num_items > 0) {
+      if (kernels.decode->HasSplits() && num_items > 0) {
         const int64_t num_blocks = CeilDiv(NumArrivals(p, scratch), kZerosPerBlock);
         Add({Step::kZeroArrivals, num_blocks, {1, few}, kernels.launches_early});
       }

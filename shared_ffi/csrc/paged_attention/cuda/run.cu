@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <optional>
 #include <tuple>
 #include <type_traits>
@@ -26,7 +25,6 @@ __global__ void __launch_bounds__(kThreads) ZeroArrivals(int32_t* arrivals, int6
     arrivals[i] = 0;
   }
 }
-std::atomic<uint32_t> num_calls{0};  // of the decode kernel, if not kZerosArrivals
 
 // Calls use(C()) for the type C of the cache of queries of type T.
 template <typename T, typename Use>
@@ -208,7 +206,6 @@ gpu::Error StartDecode(decode::Kernel decode, const Launch& launch, bool is_last
   if (gpu::Error error = kernel.BlocksFor(device, launch.num_blocks, &num_blocks)) return error;
   numbers.num_thread_blocks = Divisor(Larger(1, num_blocks));
   numbers.is_last = is_last;
-  if (!gpu::kZerosArrivals) numbers.nonce = ++num_calls << decode::kNonceShift;
   kernel.begins_early = launch.begins_early;
   return kernel.Launch(num_blocks, stream, p, scratch, numbers);
 }

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import importlib.util
 import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -26,19 +22,12 @@ from vllm.model_executor.layers.attention.chunked_local_attention import (
     create_chunked_local_attention_backend,
 )
 
-from examples.serve import load_test
 from shared_ffi import _native
 from tests.support.model_families import model_of
+from tests.support.server import ENVIRONMENT, Server, ready, started
 from torch_frontend.integrations import vllm as integration
 from xla_paged_attention.server import PROG, attention
 
-ENVIRONMENT = os.environ | {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-}
 XLA_PYTHON = os.environ.get("XLA_GPU_TORCH_XLA_PYTHON")
 """The interpreter of an environment with torch_xla, for the tests of its device."""
 
@@ -109,43 +98,9 @@ def test_decode_context_parallelism(tmp_path: Path) -> None:
     assert one == two
 
 
-class Server(NamedTuple):
-    """A command that serves the packaged model."""
-
-    process: subprocess.Popen[bytes]
-    url: str
-    log: Path
-
-    def lines(self) -> list[str]:
-        return self.log.read_text().splitlines()
-
-
-@contextlib.contextmanager
-def started(folder: Path, *options: str) -> Iterator[Server]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "xla_paged_attention", "serve", "--port", str(port)]
-    command += ["--dtype", "float32", "--folder", str(folder / "model"), *options]
-    environment = ENVIRONMENT | {"VLLM_LOGGING_LEVEL": "INFO"}
-    log = folder / "log"
-    with log.open("w") as output:
-        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
-    try:
-        yield Server(process, f"http://127.0.0.1:{port}", log)
-    finally:
-        process.terminate()
-        process.wait()
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that is ready."""
-    with started(tmp_path_factory.mktemp("server")) as server:
-        while not any(" is ready after " in line for line in server.lines()):
-            assert server.process.poll() is None, server.lines()[-50:]
-            time.sleep(1)
-        yield server
+    yield from ready(tmp_path_factory.mktemp("server"))
 
 
 def test_the_server_uses_our_attention(server: Server) -> None:
@@ -160,35 +115,6 @@ def test_the_server_uses_our_attention(server: Server) -> None:
 
 def test_the_server_warns_of_no_conversion(server: Server) -> None:
     assert [line for line in server.lines() if "Attempted to load weight" in line] == []
-
-
-def test_server_loses_no_request(server: Server) -> None:
-    """PyTorch's matrix products depend on the size of the batch in their last bits, so that an
-    answer may differ from that given alone. test_a_real_model_alone_and_in_a_batch does without."""
-    assert len({*load_test.PROMPTS}) == 64
-    prompts = load_test.PROMPTS[:24]
-    report = asyncio.run(load_test.measure(f"{server.url}/v1", prompts, max_tokens=16))
-    assert report.known.text == "The capital of France is Paris."
-    assert report.is_good
-    assert report.num_lost == 0
-    assert all(answer and answer.num_chunks > 1 for answer in report.together), "not streamed"
-    assert report.num_equal >= 22, "more than rounding"
-
-
-def test_the_load_test_names_the_attention(
-    server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = ["--url", f"{server.url}/v1", "--requests", "2", "--max-tokens", "4", "--json"]
-    assert load_test.main(options) == 0
-    figures = json.loads(capsys.readouterr().out)
-    assert figures["attention"] == attention.ask(server.url)[0]
-    assert "Paris" in figures[load_test.QUESTION]
-    assert figures["equal to alone"].endswith(" of 2")
-    monkeypatch.setattr(load_test, "KNOWN", "London")
-    assert load_test.main(options) == 1
-    monkeypatch.setattr(load_test, "KNOWN", "Paris")
-    monkeypatch.setattr(attention, "OURS", "another ")
-    assert load_test.main(options) == 1
 
 
 # The last test of the server: it ends it.
@@ -269,13 +195,6 @@ def test_a_backend_that_is_broken_is_named(
     assert any(line.startswith(f"{PROG}: {message}") for line in result.stderr.splitlines()), (
         result.stderr
     )
-
-
-def test_without_a_server() -> None:
-    command = [sys.executable, "-m", "examples.serve.load_test", "--url", "http://127.0.0.1:9/v1"]
-    result = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
-    assert result.returncode == 1
-    assert result.stderr.startswith("no server answers at http://127.0.0.1:9/v1: start it with")
 
 
 @pytest.mark.skipif(XLA_PYTHON is None, reason="XLA_GPU_TORCH_XLA_PYTHON is not set")

@@ -32,8 +32,8 @@ from vllm.model_executor.layers import rotary_embedding, utils
 from vllm.v1 import kv_cache_interface as specs
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 
-from examples.serve.load_test import PROMPTS
 from harness import reference
+from harness.prompts import PROMPTS
 from shared_ffi import kv_cache_update, paged_attention
 from tests.support.calls import observed_calls
 from tests.support.model_families import FAMILIES, SIZES, WINDOW, model_of, with_random_weights

@@ -74,7 +74,7 @@ class Consumer {
       if (work.split.IsEnd()) return;
       Compute(work, shared_.query[stage.index], shared_.query_factors[stage.index]);
       if (!work.split.IsWhole()) Merge(work);
-      if (warp_ == 0) gpu::Stamp(gpu::Moment::kFinished);
+      XLA_GPU_STAMP(Last, kFinished, warp_ == 0);
       shared_.work_barriers.Free(stage);
     }
   }
@@ -144,7 +144,7 @@ class Consumer {
         total_end = 0;
       }
     }
-    if (warp_ == 0) gpu::Stamp(gpu::Moment::kLastTile);
+    XLA_GPU_STAMP(Last, kLastTile, warp_ == 0);
     if (split.IsWhole()) WriteOutput(work, Total(total));
   }
 
@@ -210,7 +210,7 @@ class Consumer {
         const int first = warp_ % kStripsOfTile * kStrip;
         const int32_t position = begin + warp_ * kStrip;
         shared_.tiles_barriers.WaitFilled(stage);
-        if (warp_ == 0) gpu::Stamp(gpu::Moment::kFirstTile, /*first_counts=*/true);
+        XLA_GPU_STAMP(First, kFirstTile, warp_ == 0);
         for (auto& block : own) block[0] = block[1] = block[2] = block[3] = 0;
         Products::MultiplyByKeys(query, 0, shared_.tiles[stage.index], first, own);
         if (kIs8Bit<C> && !leaves_scale_out_) {
@@ -463,28 +463,10 @@ class Consumer {
     if (threadIdx.x == 0) {
       const int64_t head = int64_t{split.sequence} * numbers_.num_kv_heads + split.kv_head;
       int32_t* arrivals = scratch_.arrivals + head * scratch_.arrivals_of_head + counter;
-      const int32_t others = total - found;
-      shared_.is_last = others == (gpu::kZerosArrivals ? gpu::AddInOrder(arrivals, found)
-                                                       : AddFromNonce(arrivals, found, others));
-      if (!gpu::kZerosArrivals && shared_.is_last) *arrivals = 0;
+      shared_.is_last = total - found == gpu::AddInOrder(arrivals, found);
     }
     gpu::SyncThreads(kConsumersBarrier, kThreads);
     return shared_.is_last != 0;
-  }
-
-  // As gpu::AddInOrder, but for a number that counts as zero where its upper bits are not those of
-  // the nonce. A good guess of the result saves a turn.
-  __device__ int32_t AddFromNonce(int32_t* number, int32_t summand, int32_t guess) const {
-    ::cuda::atomic_ref<int32_t, ::cuda::thread_scope_device> shared(*number);
-    const auto nonce = static_cast<int32_t>(numbers_.nonce);
-    int32_t seen = nonce | guess;
-    while (true) {
-      const int32_t before = seen >> kNonceShift == nonce >> kNonceShift ? seen ^ nonce : 0;
-      const int32_t sum = nonce | (before + summand);
-      if (shared.compare_exchange_strong(seen, sum, ::cuda::std::memory_order_acq_rel)) {
-        return before;
-      }
-    }
   }
 
   // What the parts are that are merged: leaves, groups, or the leaves of groups that become parts.

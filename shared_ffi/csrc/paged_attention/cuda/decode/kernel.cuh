@@ -26,15 +26,15 @@ __global__ void __launch_bounds__(kBlockThreads, Shared<T, C, kHeadSize, kKib>::
   const int warp = gpu::Shuffle(static_cast<int>(threadIdx.x / gpu::kWarpSize), 0);
   if (warp < kWarps) shared->Init(kIs8Bit<C> && !Shared::LeavesScaleOut(p));
   gpu::WaitForKernelsBefore();
-  gpu::BeginStamps();
+  XLA_GPU_STAMP(Begin, kStart, threadIdx.x == 0);
   if (!numbers.is_last) gpu::LetNextKernelBegin();
   Schedule schedule(p, scratch, numbers,
                     /*loads=*/warp == kWarps);  // on their way while the others come
   __syncthreads();
   if (warp < kWarps) {
-    if (warp == 0) gpu::Stamp(gpu::Moment::kReady);
+    XLA_GPU_STAMP(Last, kReady, warp == 0);
     Consumer<T, C, kHeadSize, kKib>(p, scratch, numbers, shared).Run();
-    gpu::PrintStamps();
+    XLA_GPU_STAMP(Print, kFinished, threadIdx.x == 0);
     return;
   }
   const auto produce = [&](bool copies_keys) {
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kBlockThreads, Shared<T, C, kHeadSize, kKib>::
         .Run([&](Split* split, auto stage) {
           if (copies_keys) {
             schedule.Next(split);
-            gpu::Stamp(gpu::Moment::kScheduled, /*first_counts=*/true);
+            XLA_GPU_STAMP(First, kScheduled, true);
             shared->HandOver(*split, stage);
           } else {
             shared->Receive(split, stage);

@@ -28,8 +28,6 @@ struct CacheChunks {
   int32_t of_row;
 };
 
-inline constexpr int kNonceShift = 12;  // of a nonce: a number of units is below 2^12
-
 // Sizes in 32 bits. A larger size becomes the largest number: it is only compared with others, but
 // for table_bytes, of calls whose TableRowsFit32Bits.
 struct Numbers {
@@ -50,8 +48,7 @@ struct Numbers {
   uint32_t num_blocks;
   uint32_t table_bytes;  // of a sequence's row of block_tables
   Divisor num_thread_blocks;
-  uint32_t nonce = 0;  // of the call, if not kZerosArrivals: see Consumer
-  bool is_last;        // no kernel of the call follows: rows without work items are this one's, too
+  bool is_last;  // no kernel of the call follows: rows without work items are this one's, too
   CacheChunks keys;
   CacheChunks values;
 

@@ -141,7 +141,7 @@ class Producer {
       LoadIds(next.sequence, next.end, next_tile);
       return;
     }
-    if (copies_keys_) gpu::Stamp(gpu::Moment::kCopies, /*first_counts=*/true);
+    XLA_GPU_STAMP(First, kCopies, copies_keys_);
     do {
       const int32_t first_block = first_block_;
       int32_t ids[kIds], end = tile + kTilesOfIds;

@@ -1,4 +1,4 @@
-"""The sums of tensor cores in whole numbers, from what MMA-Sim (arXiv 2511.10909) publishes of them:
+"""The sums of tensor cores in whole numbers, from what MMA-Sim (arXiv 2511.10909) publishes:
 its authors compared that with GPUs. It shares nothing with the emulated GPU."""
 
 from __future__ import annotations

@@ -14,9 +14,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tests.support import native, selection
-from tests.support.gpu import tensor_map
-from tests.support.tensor_cores import add_products
+from tools.emulated_gpu import build
+from tools.emulated_gpu.calls import tensor_map
+from tools.emulated_gpu.tensor_cores import add_products
 
 pytest.importorskip("triton", reason="its kernels calibrate the emulated GPU: pip install triton")
 
@@ -27,14 +27,20 @@ TILES = [(16, 16, 16, 1), (64, 32, 32, 4), (128, 64, 64, 4), (64, 128, 32, 8)]
 
 @pytest.fixture(scope="module")
 def kernels() -> Any:
-    return importlib.import_module("tests.support.triton_kernels")
+    return importlib.import_module("tools.emulated_gpu.tests.triton_kernels")
 
 
 @pytest.fixture(scope="module")
 def machine() -> Any:
-    machine = ctypes.CDLL(str(native.emulated_gpu() / "libemulated_gpu_ptx.so"))
+    machine = ctypes.CDLL(str(build.libraries() / "libemulated_gpu_ptx.so"))
     machine.PtxRun.restype = ctypes.c_char_p
     return machine
+
+
+@pytest.fixture
+def step(request: pytest.FixtureRequest) -> int:
+    """Of the waits that are removed, make test tries each third."""
+    return 1 if request.config.getoption("--all", True) else 3
 
 
 # The rules of the machine that kernels of Triton's break, and that the project's keep.
@@ -547,7 +553,7 @@ WAITS += ["wgmma.wait_group", "wgmma.fence", "fence.proxy.async"]
 
 @pytest.mark.parametrize("target", [80, 90])
 @pytest.mark.usefixtures("unfenced_copies")
-def test_a_missing_wait_is_found(target: int, kernels: Any, machine: Any) -> None:
+def test_a_missing_wait_is_found(target: int, kernels: Any, machine: Any, step: int) -> None:
     kernel = attention(kernels, target, "fp16", 64, False)
     check_missing_waits(
         kernel.asm["ptx"], lambda ptx: attend(machine, kernel, "fp16", 64, False, ptx), atol=0.02
@@ -555,18 +561,23 @@ def test_a_missing_wait_is_found(target: int, kernels: Any, machine: Any) -> Non
 
 
 @pytest.mark.usefixtures("equal_writes", "unfenced_barriers")
-def test_a_missing_wait_of_a_warp_that_copies_boxes_is_found(kernels: Any, machine: Any) -> None:
+def test_a_missing_wait_of_a_warp_that_copies_boxes_is_found(
+    kernels: Any, machine: Any, step: int
+) -> None:
     kernel = pipelined_boxes(kernels, "fp16", 64, 2)
     check_missing_waits(
-        kernel.asm["ptx"], lambda ptx: multiply_boxes(machine, kernel, "fp16", 64, ptx), atol=1e-3
+        kernel.asm["ptx"],
+        lambda ptx: multiply_boxes(machine, kernel, "fp16", 64, ptx),
+        atol=1e-3,
+        step=step,
     )
 
 
 @pytest.mark.usefixtures("unfenced_barriers")
-def test_a_missing_wait_of_a_box_is_found(kernels: Any, machine: Any) -> None:
+def test_a_missing_wait_of_a_box_is_found(kernels: Any, machine: Any, step: int) -> None:
     kernel = box_over_ones(kernels)
     ptx = kernel.asm["ptx"]
-    check_missing_waits(ptx, lambda text: replace_by_box(machine, kernel, text), atol=0)
+    check_missing_waits(ptx, lambda text: replace_by_box(machine, kernel, text), atol=0, step=step)
     for change, by, said in [
         ("fence.proxy.async.shared::cta;", "", "wrote without fence.proxy.async before the copy"),
         (WAIT, "", "a read .*, where a copy .* has not been waited for"),
@@ -641,24 +652,30 @@ def test_what_copies_of_boxes_may_say(
 
 
 @pytest.mark.usefixtures("equal_writes")
-def test_a_missing_wait_of_warps_that_copy_is_found(kernels: Any, machine: Any) -> None:
+def test_a_missing_wait_of_warps_that_copy_is_found(kernels: Any, machine: Any, step: int) -> None:
     kernel = pipelined(kernels, "fp16", 64, 2, 1)
     check_missing_waits(
-        kernel.asm["ptx"], lambda ptx: multiply(machine, kernel, "fp16", 64, ptx), atol=1e-3
+        kernel.asm["ptx"],
+        lambda ptx: multiply(machine, kernel, "fp16", 64, ptx),
+        atol=1e-3,
+        step=step,
     )
 
 
 def check_missing_waits(
-    ptx: str, compute: Callable[[str], tuple[str | None, np.ndarray, np.ndarray]], atol: float
+    ptx: str,
+    compute: Callable[[str], tuple[str | None, np.ndarray, np.ndarray]],
+    atol: float,
+    step: int,
 ) -> None:
-    """Removes each barrier, wait and fence of a kernel, one at a time."""
+    """Removes each barrier, wait and fence of a kernel, one at a time, or each `step`-th."""
     error, result, expected = compute(ptx)
     assert error is None
     np.testing.assert_allclose(result, expected, atol=atol)
     lines = ptx.split("\n")
     places = [n for n, line in enumerate(lines) if any(wait in line for wait in WAITS)]
     missed = []
-    for place in places if selection.everything else places[::3]:
+    for place in places[::step]:
         error, result, _ = compute("\n".join([*lines[:place], *lines[place + 1 :]]))
         if error is None and np.allclose(result, expected, atol=atol):
             missed.append(lines[place].strip())

@@ -21,10 +21,10 @@ from harness.compare import assert_same_bits
 from shared_ffi import _native, eager
 from tests.cases.all import SHORT_CASES, UPDATE_CASES
 from tests.cases.case import Case
+from tests.cases.sound_calls import add, attention, update
 from tests.support import backends, calls, scripts
 from tests.support.calls import overload_of, split_keywords
 from tests.support.models import tensors
-from tests.support.sound_calls import add, attention, update
 from torch_frontend.operator.eager import share_elements
 
 OPS = torch.ops.xla_gpu
@@ -381,7 +381,7 @@ FIRST_CALLS = """
 import logging, os, warnings
 import torch, torch._dynamo, torch_frontend
 from tests.support.models import tensors
-from tests.support.sound_calls import add, attention, training, update
+from tests.cases.sound_calls import add, attention, training, update
 
 query, cache, *metadata = tensors(attention())
 attend, write = (query, cache, *metadata, 0.5), tensors(update())

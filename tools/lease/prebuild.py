@@ -1,5 +1,5 @@
 """Compiles the kernels of FlashInfer that the lab's rows need, for a GPU machine that has no time
-to compile: ``python -m benchmarks.gpu.prebuild FOLDER``, as benchmarks.gpu.pack runs it.
+to compile: ``python -m tools.lease.prebuild FOLDER``, as tools.lease.pack runs it.
 
 FlashInfer takes what lies in its folder data/aot, and needs no sources then.
 """

@@ -1,6 +1,6 @@
 """A model of the cycles that loops of a Hopper kernel take, from its machine code.
 
-``python -m benchmarks.gpu.cycles OBJECT...`` prints it for the turns of prefill kernels. No GPU is
+``python -m tools.sass.cycles OBJECT...`` prints it for the turns of prefill kernels. No GPU is
 needed. The model is a quarter of a multiprocessor, whose warps execute the instructions of their
 loops in order, as the control codes in the machine code say: how many cycles the next instruction
 waits, and for which scoreboards. It knows how many cycles the units take, but not caches, conflicts
@@ -129,9 +129,13 @@ def machine_code(path: Path) -> dict[str, MachineCode]:
     places = [str(x) for x in tools if (x / "cuobjdump").exists()]
     environment = os.environ | {"PATH": os.pathsep.join([*places, os.environ["PATH"]])}
     command = ["cuobjdump", "--dump-sass", str(path)]  # it calls nvdisasm
-    text = subprocess.run(
-        command, env=environment, capture_output=True, text=True, check=True
-    ).stdout
+    return parsed(
+        subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    )
+
+
+def parsed(text: str) -> dict[str, MachineCode]:
+    """The kernels in what cuobjdump prints."""
     kernels: dict[str, MachineCode] = defaultdict(MachineCode)
     kernel = target = ""
     for line in text.splitlines():

@@ -12,7 +12,7 @@ import pytest
 
 from shared_ffi.paged_attention import METADATA
 from shared_ffi.spec import numbers_of
-from tests.support.sound_calls import add, attention, op_of, rotated_update, training, update
+from tests.cases.sound_calls import add, attention, op_of, rotated_update, training, update
 
 F32, F16, I32 = np.float32, np.float16, np.int32
 INT8_CACHE = {"kv_cache": np.zeros((4, 2, 4, 8), np.int8)}

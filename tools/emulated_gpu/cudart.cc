@@ -20,16 +20,16 @@
 
 #include "machine.h"
 
-// In a build with mutants (tests/support/mutants.py): the one in effect.
+// In a build with mutants (tools/mutants): the one in effect.
 extern __attribute__((weak, visibility("default"))) int mutant_in_effect;
 
 namespace {
 
 using Error = int;
-constexpr Error kSuccess = 0, kInvalidValue = 1, kNoKernelImage = 209, kInvalidHandle = 400,
-                kIllegalState = 401, kSymbolNotFound = 500, kLaunchFailure = 719,
-                kNotSupported = 801, kCaptureUnsupported = 900, kCaptureInvalidated = 901,
-                kCaptureImplicit = 906, kUnknown = 999;
+constexpr Error kSuccess = 0, kInvalidValue = 1, kOutOfMemory = 2, kNoKernelImage = 209,
+                kInvalidHandle = 400, kIllegalState = 401, kSymbolNotFound = 500,
+                kLaunchFailure = 719, kNotSupported = 801, kCaptureUnsupported = 900,
+                kCaptureInvalidated = 901, kCaptureImplicit = 906, kUnknown = 999;
 
 struct Dim3 {
   unsigned x, y, z;
@@ -433,15 +433,56 @@ const char* cudaGetErrorString(Error error) {
 }
 #pragma GCC visibility pop
 
-Error cudaGetLastError() { return kSuccess; }
+// kernel<<<...>>>(...): nvcc's code for the call pushes the sizes, and its stub for the kernel pops
+// them and launches. An error is that of the last such launch.
+thread_local LaunchConfig pushed;
+thread_local Error last_error = kSuccess;
 
-// What nvcc's stubs refer to, which the library never calls.
-Error __cudaGetKernel(void**, const void*) { return kUnknown; }
-Error __cudaLaunchKernel(void*, Dim3, Dim3, void**, size_t, void*) { return kUnknown; }
-Error cudaLaunchKernel(const void*, Dim3, Dim3, void**, size_t, void*) { return kUnknown; }
-unsigned __cudaPushCallConfiguration(Dim3, Dim3, size_t, void*) { return 1; }
-Error __cudaPopCallConfiguration(Dim3*, Dim3*, size_t*, void*) { return kUnknown; }
+unsigned __cudaPushCallConfiguration(Dim3 grid, Dim3 block, size_t shared_bytes, void* stream) {
+  pushed = {grid, block, shared_bytes, stream, nullptr, 0};
+  return 0;
+}
+Error __cudaPopCallConfiguration(Dim3* grid, Dim3* block, size_t* shared_bytes, void* stream) {
+  *grid = pushed.grid;
+  *block = pushed.block;
+  *shared_bytes = pushed.shared_bytes;
+  *static_cast<void**>(stream) = pushed.stream;
+  return kSuccess;
+}
+Error cudaLaunchKernel(const void* function, Dim3 grid, Dim3 block, void** arguments,
+                       size_t shared_bytes, void* stream) {
+  const LaunchConfig config{grid, block, shared_bytes, stream, nullptr, 0};
+  return last_error = cudaLaunchKernelExC(&config, function, arguments);
+}
+Error __cudaGetKernel(void** kernel, const void* function) {
+  *kernel = const_cast<void*>(function);
+  return kSuccess;
+}
+Error __cudaLaunchKernel(void* kernel, Dim3 grid, Dim3 block, void** arguments, size_t shared_bytes,
+                         void* stream) {
+  return cudaLaunchKernel(kernel, grid, block, arguments, shared_bytes, stream);
+}
 char __cudaInitModule(void**) { return 1; }
+
+Error cudaGetLastError() { return std::exchange(last_error, kSuccess); }
+Error cudaDeviceSynchronize() { return kSuccess; }
+
+Error cudaMalloc(void** memory, size_t bytes) {
+  *memory = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
+  return *memory == nullptr ? kOutOfMemory : kSuccess;
+}
+Error cudaFree(void* memory) {
+  std::free(memory);
+  return kSuccess;
+}
+Error cudaMemcpy(void* to, const void* from, size_t bytes, int) {
+  std::memcpy(to, from, bytes);
+  return kSuccess;
+}
+Error cudaMemset(void* memory, int value, size_t bytes) {
+  std::memset(memory, value, bytes);
+  return kSuccess;
+}
 
 // A kernel from a text in PTX. Returns null, or what is wrong until the next call.
 __attribute__((visibility("default"))) const char* PtxRun(const char* text, const char* name,

@@ -1,4 +1,4 @@
-"""Runs the tests of one file on each mutant of one build: `python -m tests.support.mutant_runner`.
+"""Runs the tests of one file on each mutant of one build: `python -m tools.mutants.runner`.
 
 Python, the libraries, the collected tests and the build are loaded once. Every request runs in a
 fork, so a mutant that crashes the process or corrupts its memory does not reach the next one.
@@ -24,13 +24,13 @@ NO_MUTANT = -1
 class MutantRunner:
     """Starts the process that runs the tests of a file, and sends it requests."""
 
-    def __init__(self, module: Path, tests: str, option: str, log: Path) -> None:
-        """`option`: pytest's option for the path of the module, from tests/conftest.py."""
+    def __init__(self, module: Path, tests: Path | str, options: str, log: Path) -> None:
+        """`options`: of pytest, in which {} stands for the path of the module."""
         self.log = log
         self._passes: dict[str, bool] = {}
         with log.open("w") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, module, tests, option],
+                [sys.executable, "-m", __name__, module, tests, options.format(module)],
                 cwd=Path(__file__).parents[2],
                 # NumPy's threads are not safe to fork.
                 env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},
@@ -109,6 +109,8 @@ class Loop:
         chosen.sort(key=lambda item: item.name != first)
         if first is not None and first not in [item.name for item in chosen]:
             return f"no test is called {first}"
+        if not chosen:
+            return "no tests"
         for item, next_item in zip(chosen, [*chosen[1:], None], strict=True):
             self._reports.clear()
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=next_item)
@@ -117,16 +119,16 @@ class Loop:
                 return item.name
             if failed:
                 return f"an error in the setup or teardown of {item.name}"
-        return "all passed" if chosen else "no tests"
+        return "all passed"
 
 
-def main(module: str, tests: str, option: str) -> int:
+def main(module: str, tests: str, options: str) -> int:
     """The process that runs the tests."""
     answers = os.fdopen(os.dup(1), "w")
     requests = os.fdopen(os.dup(0))
     os.dup2(2, 1)  # what pytest prints
     return pytest.main(
-        ["-q", "-n0", "--shuffle", option, module, tests],
+        ["-q", *options.split(), tests],
         plugins=[Loop(module, requests, answers)],
     )
 

@@ -36,7 +36,7 @@ from tests.cases.case import UNIT_SCALES
 from tests.support import gpu
 from tests.support.scripts import has_ended, wait_until
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TARGETS = sorted(op.TARGET for op in OPS)
 
 

@@ -1,8 +1,8 @@
-"""Packs what a GPU machine without a network lacks: ``python -m benchmarks.gpu.pack``.
+"""Packs what a GPU machine without a network lacks: ``python -m tools.lease.pack``.
 
 Builds the module for that machine's GPU and Python, the variants of lab.json and other checkouts,
 and writes one file with them, XLA's FFI headers, the copy benchmark, the packages that the tests
-need and other libraries. There, ``python -m benchmarks.gpu.check --pack FILE`` unpacks it.
+need and other libraries. There, ``python -m tools.lease.check --pack FILE`` unpacks it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ import sys
 import tarfile
 import tempfile
 import time
+import tomllib
 import zipfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.report import lab
+from tools.lease.report import lab
 
 ROOT = Path(__file__).parents[2]
 CSRC = ROOT / "shared_ffi/csrc"
@@ -212,16 +213,15 @@ def prebuild(flashinfer: Path, kernels: Path) -> None:
         environment["CPATH"] = os.pathsep.join(
             str(x) for x in Path(folder).glob("nvidia/*/include")
         )
-        command = [sys.executable, "-m", "benchmarks.gpu.prebuild"]
+        command = [sys.executable, "-m", "tools.lease.prebuild"]
         command += [str(kernels), str(nvcc())]
         subprocess.run(command, check=True, env=environment)
 
 
 def copy_metadata(target: Path) -> None:
     """Writes what an installed package says of itself; the sources of a pack are not installed."""
-    import shared_ffi  # noqa: PLC0415
-
-    name, version = "xla-paged-attention", shared_ffi.__version__
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    name, version = project["name"], project["version"]
     folder = target / f"{name.replace('-', '_')}-{version}.dist-info"
     folder.mkdir(parents=True)
     (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
@@ -296,7 +296,7 @@ def paths(target: Path) -> Iterable[Path]:
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.pack", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.lease.pack", description=__doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "build/gpu-pack.tar.xz")
     parser.add_argument(
         "--python",

@@ -25,9 +25,9 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import pack, report
-from benchmarks.gpu.report import lab
-from benchmarks.machine import cpu, versions
+from tools.lease import pack, report
+from tools.lease.report import lab
+from tools.machine import cpu, versions
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build/gpu-check"
@@ -242,8 +242,8 @@ def check(
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.check", description=__doc__)
-    parser.add_argument("--pack", type=Path, help="a file that benchmarks.gpu.pack wrote")
+    parser = argparse.ArgumentParser(prog="python -m tools.lease.check", description=__doc__)
+    parser.add_argument("--pack", type=Path, help="a file that tools.lease.pack wrote")
     parser.add_argument("--winner", default="today", help="the variant to prove and to publish")
     parser.add_argument("--rehearse", action="store_true", help="without a GPU; takes a pack, too")
     parser.add_argument("--part", type=int, nargs="*", default=[], help="of lab.json; all without")

@@ -19,9 +19,9 @@ from torch_xla.stablehlo import exported_program_to_stablehlo
 from harness import hlo
 from harness.compare import assert_same_bits
 from harness.hlo import ATTENTION, UPDATE
+from tests.cases.sound_calls import DECODE_TABLE, attention, decode_steps, split, update
 from tests.support import backends
 from tests.support.models import Layer, layer_inputs
-from tests.support.sound_calls import DECODE_TABLE, attention, decode_steps, split, update
 
 OPS = torch.ops.xla_gpu
 
