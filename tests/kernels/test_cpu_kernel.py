@@ -31,8 +31,8 @@ from tests.support.calls import (
     results_of,
     specs,
 )
+from tests.support.gpu import Cpu
 from tests.support.kernel_tests import *  # noqa: F403
-from tests.support.kernel_tests import Cpu
 
 F32, I32 = np.float32, np.int32
 

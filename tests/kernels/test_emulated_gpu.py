@@ -122,15 +122,38 @@ def run_tests(module: Path, *files: str, matching: str = "", capability: int = 9
     assert re.search(r"[1-9]\d* passed", outcome.stdout)
 
 
+VARIANTS = json.loads((native.ROOT / "tools/lease/lab.json").read_text())["variants"]
+
+
+@takes_minutes
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_build_to_measure_compiles(variant: str, tmp_path: Path) -> None:
+    settings = next(native.ROOT.glob("build/*/generated/cuda_build.h"), None)
+    if settings is None:
+        pytest.skip("no build with CUDA kernels")
+    (source,) = (native.ROOT / "shared_ffi/csrc/paged_attention/cuda/decode").glob("*.cu")
+    unit = {
+        "CACHE": "BFloat16",
+        "STORAGE": "BFloat16",
+        "HEAD_SIZE": "128",
+        "KIB": "kAnyMultiprocessor",
+    }
+    outcome = native.run(
+        *(native.nvcc(), "-ptx", "-std=c++17", "-arch=compute_90a", f"-I{settings.parent}"),
+        *(f"-DXLA_GPU_{name}={value}" for name, value in unit.items()),
+        *(f"-D{VARIANTS[variant]['definition']}", source, "-o", tmp_path / "unit.ptx"),
+    )
+    assert outcome.returncode == 0, outcome.stdout
+
+
 @takes_minutes
 def test_a_build_to_measure() -> None:
     """The variant without tensor maps has the right results, too, and the same bits."""
-    lab = json.loads((native.ROOT / "tools/lease/lab.json").read_text())
     module = native.for_emulated_gpu(
         native.ROOT / "build/emulated/threads",
         *("-DXLA_GPU_ARCHITECTURES=90a-real", "-DXLA_GPU_CPU_INSTRUCTION_SETS=baseline"),
         "-DXLA_GPU_KERNELS=tested",
-        flags=f"-D{lab['variants']['threads']['definition']}",
+        flags=f"-D{VARIANTS['threads']['definition']}",
     )
     run_tests(module, "test_cuda_kernel.py", matching="paged_attention_on_hopper or any_batch")
 

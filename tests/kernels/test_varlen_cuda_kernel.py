@@ -15,8 +15,15 @@ from tests.cases.varlen import CASES, VarlenCase, oracle
 from tests.support import selection
 from tests.support.gpu import Gpu
 from tests.support.gpu import attend as attend_paged
-from tests.support.varlen_calls import ARRAYS, FEATURES, as_handlers_take_it
-from tests.support.varlen_gpu import F32, assert_close, attend, differentiate
+from tests.support.varlen_calls import (
+    ARRAYS,
+    F32,
+    FEATURES,
+    as_handlers_take_it,
+    assert_close,
+    attend,
+    differentiate,
+)
 
 CUDA_CASES = [
     replace(case, arrays=tuple(x for x in case.arrays if x != "prefix_seqs"))

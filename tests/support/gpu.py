@@ -1,4 +1,5 @@
-"""The GPU of the tests: emulated on the CPU or, with XLA_GPU_TEST_ON=cuda, the machine's own."""
+"""What runs the handlers: the CPU, and the GPU of the tests, emulated on the CPU or, with
+XLA_GPU_TEST_ON=cuda, the machine's own."""
 
 from __future__ import annotations
 
@@ -15,9 +16,10 @@ import numpy as np
 import pytest
 
 from harness.arrays import guarded, to_torch
-from harness.compare import assert_close_on_cuda
+from harness.compare import assert_close_on_cpu, assert_close_on_cuda
 from shared_ffi import paged_attention
 from tests.support.calls import (
+    call_handler,
     checked_call,
     eager_call,
     numbers,
@@ -74,6 +76,27 @@ class Gpu:
 
     def _call(self, call: Any, operands: Sequence[Any], results: Sequence[Any], seed: int) -> None:
         raise NotImplementedError
+
+
+class Cpu:
+    """The kernels of the CPU, called as those of a `Gpu`."""
+
+    platform = "cpu"
+    copy = staticmethod(np.copy)
+    assert_close = staticmethod(assert_close_on_cpu)
+
+    def __init__(self, num_threads: int | None = None) -> None:
+        """`num_threads`: chosen by the seed of a call if it is None."""
+        self._num_threads = num_threads
+
+    def run(
+        self, op: Any, operands: Sequence[Any], results: Sequence[Any], seed: int, **attributes: Any
+    ) -> None:
+        """Calls an op's handler. Writes into the results, which may be operands."""
+        call_handler(op.TARGET, attributes, operands, results, self._num_threads or 3 - seed % 3)
+
+
+Kernels = Cpu | Gpu
 
 
 def skip_without_code(gpu: Gpu, capability: int) -> None:
@@ -194,7 +217,7 @@ def scratch_of(operands: Any, attributes: dict[str, Any]) -> np.ndarray:
 
 
 def attend(
-    kernels: Any,
+    kernels: Kernels,
     operands: Any,
     *,
     seed: int = 0,
@@ -202,8 +225,7 @@ def attend(
     more_columns: int = 0,
     **attributes: Any,
 ) -> Any:
-    """The result of paged_attention, or with return_lse a pair of results. `kernels`: a `Gpu`, or
-    the like of it for the CPU. `more_columns`: how much wider the rows are that hold the queries."""
+    """The result of paged_attention, or with return_lse a pair of results. `more_columns`: how much wider the rows are that hold the queries."""
     call, arrays = checked_call("paged_attention", operands, attributes)
     results = [
         kernels.copy(x) for x in results_of(call, arrays)

@@ -11,34 +11,17 @@ import numpy as np
 import pytest
 
 from harness import reference
-from harness.compare import assert_close_on_cpu, assert_same_bits
+from harness.compare import assert_same_bits
 from shared_ffi import kv_cache_update
 from tests.cases import quantized
 from tests.cases.all import LONG_CASES, SAMPLED_CASES, SHORT_CASES, UPDATE_CASES
 from tests.cases.case import INTEGERS, UNIT_SCALES, Case, without_range
 from tests.cases.softmax import EXTREME_NUMBERS, extreme_call
 from tests.cases.updates import UpdateCase
-from tests.support.calls import call_handler, checked_call, numbers, rows_in, with_wider_rows
-from tests.support.gpu import Gpu, attend
+from tests.support.calls import checked_call, numbers, rows_in, with_wider_rows
+from tests.support.gpu import Cpu, Gpu, Kernels, attend
 
 F32, I32 = np.float32, np.int32
-
-
-class Cpu:
-    """The kernels of the CPU, called as those of a `Gpu`."""
-
-    platform = "cpu"
-    copy = staticmethod(np.copy)
-    assert_close = staticmethod(assert_close_on_cpu)
-
-    def run(
-        self, op: Any, operands: Sequence[Any], results: Sequence[Any], seed: int, **attributes: Any
-    ) -> None:
-        """The seed chooses the number of threads."""
-        call_handler(op.TARGET, attributes, operands, results, 3 - seed % 3)
-
-
-Kernels = Cpu | Gpu
 
 
 @pytest.mark.pairwise

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+from shared_ffi import varlen_scratch
 from shared_ffi.varlen_attention import FEATURES
 from tests.cases.varlen import DIFFERENTIABLE
-from tests.support.calls import call_handler
+from tests.support.calls import in_wider_rows, specs
+from tests.support.gpu import Kernels
 
+F32 = np.float32
 TARGET = "xla_gpu_varlen_attention"
 ARRAYS = ("query", "key", "value", "query_start_loc", "num_seqs")
 
 TOLERANCES = {"float32": 1e-5, "float16": 2**-10, "bfloat16": 2**-8}
 """Tolerances of gradients, as shares of the largest."""
+CUDA_TOLERANCES = TOLERANCES | {"bfloat16": 2**-7}
+"""What the output is rounded to, its product with its gradient is computed from."""
 
 
 def as_handlers_take_it(
@@ -36,30 +43,82 @@ def as_handlers_take_it(
     return arrays, attributes
 
 
-def attend(arguments: dict[str, Any], num_threads: int = 1) -> tuple[np.ndarray, np.ndarray]:
+def run(
+    kernels: Kernels,
+    target: str,
+    operands: dict[str, np.ndarray],
+    results: Sequence[np.ndarray],
+    attributes: dict[str, Any],
+    seed: int,
+    wider: Mapping[str, int],
+) -> list[np.ndarray]:
+    """The results. On a GPU all arrays lie between guard pages. `wider`: by how many columns the rows are wider
+    that hold those of an operand."""
+    if wider:
+        query, key, value = (operands[name] for name in ARRAYS[:3])
+        attributes = attributes | {"row_heads": query.shape[1], "row_head_size": query.shape[2]}
+        attributes |= {"row_kv_heads": key.shape[1], "row_value_head_size": value.shape[2]}
+        operands = operands | {
+            name: in_wider_rows(operands[name], more)[0]
+            for name, more in wider.items()
+            if name in operands
+        }
+    written = [*results]
+    if kernels.platform == "cuda":
+        call: Any = SimpleNamespace(
+            operands=specs([*operands.values()]),
+            results=specs(results),
+            names=(*operands,),
+            attributes=[*attributes.items()],
+        )
+        is_backward = target.endswith("backward")
+        scratch = varlen_scratch.backward_bytes if is_backward else varlen_scratch.forward_bytes
+        written.append(np.full(scratch(call), 0xFF, np.uint8))
+    written = [kernels.copy(x) for x in written]
+    op = SimpleNamespace(TARGET=target)
+    kernels.run(op, [kernels.copy(x) for x in operands.values()], written, seed, **attributes)
+    return written[: len(results)]
+
+
+def attend(
+    kernels: Kernels,
+    arguments: dict[str, Any],
+    seed: int = 0,
+    wider: Mapping[str, int] = MappingProxyType({}),
+) -> tuple[np.ndarray, ...]:
     """The output and its log-sum-exp."""
     arrays, attributes = as_handlers_take_it(arguments, 5)
     query, value = arrays["query"], arrays["value"]
     rows = query.shape[:2]
-    output = np.full((*rows, value.shape[2]), np.nan, query.dtype)
-    lse = np.full(rows, np.nan, np.float32)
-    call_handler(TARGET, attributes, [*arrays.values()], [output, lse], num_threads)
-    return output, lse
+    results = [np.full((*rows, value.shape[2]), np.nan, query.dtype), np.full(rows, np.nan, F32)]
+    return tuple(run(kernels, TARGET, arrays, results, attributes, seed, wider))
 
 
 def differentiate(
+    kernels: Kernels,
     arguments: dict[str, Any],
     dout: np.ndarray,
-    num_threads: int = 1,
-    forward: tuple[np.ndarray, np.ndarray] | None = None,
+    forward: Sequence[np.ndarray] | None = None,
+    seed: int = 0,
+    wider: Mapping[str, int] = MappingProxyType({}),
 ) -> dict[str, np.ndarray]:
-    """The gradients by argument. `forward`: the output and its log-sum-exp."""
-    output, lse = attend(arguments) if forward is None else forward
+    """The gradients by argument. `forward`: the output and its log-sum-exp, where they are known."""
+    forward = attend(kernels, arguments) if forward is None else forward
     arrays, attributes = as_handlers_take_it(arguments, 8)
-    operands = [*arrays.values()]
-    operands[3:3] = [output, lse, dout]
-    results = {
-        name: np.full_like(arrays[name], np.nan) for name in DIFFERENTIABLE if name in arrays
-    }
-    call_handler(f"{TARGET}_backward", attributes, operands, [*results.values()], num_threads)
-    return results
+    names = [name for name in DIFFERENTIABLE if name in arrays]
+    results = [np.full_like(arrays[name], np.nan) for name in names]
+    first = {name: arrays[name] for name in ARRAYS[:3]}
+    first |= {"output": forward[0], "lse": forward[1], "dout": dout}
+    operands = first | {name: x for name, x in arrays.items() if name not in first}
+    target = f"{TARGET}_backward"
+    found = run(kernels, target, operands, results, attributes, seed, wider)
+    return dict(zip(names, found, strict=True))
+
+
+def assert_close(
+    gradients: dict[str, np.ndarray], dtype: str, expected: Any, tolerances: Any = CUDA_TOLERANCES
+) -> None:
+    for name, gradient in gradients.items():
+        largest = max(1, np.abs(expected[name]).max(initial=0))
+        error = np.abs(gradient.astype(np.float64) - expected[name]).max(initial=0)
+        assert error <= tolerances[dtype] * largest, (name, error, largest)

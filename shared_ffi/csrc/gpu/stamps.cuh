@@ -4,10 +4,10 @@
 #pragma once
 
 #ifndef XLA_GPU_STAMPS
-#define XLA_GPU_STAMP(function, moment, stamps)
+#define XLA_GPU_STAMP(function, moment, is_due)
 #else
-#define XLA_GPU_STAMP(function, moment, stamps) \
-  ::xla_gpu::gpu::stamps::function(::xla_gpu::gpu::stamps::moment, stamps)
+#define XLA_GPU_STAMP(function, moment, is_due) \
+  ::xla_gpu::gpu::stamps::function(::xla_gpu::gpu::stamps::moment, is_due)
 
 #include <cstdio>
 
@@ -29,24 +29,24 @@ static __device__ volatile long long clocks[kBlocks][kCount];
 
 __device__ inline volatile long long* Mine() { return clocks[blockIdx.x % kBlocks]; }
 
-// One lane of a warp that `stamps` does. If a moment comes again, the last counts.
-__device__ inline void Last(Moment moment, bool stamps) {
-  if (stamps && threadIdx.x % 32 == 0 && blockIdx.x < kBlocks) Mine()[moment] = clock64();
+// One lane of a warp does, where it is due. If a moment comes again, the last counts.
+__device__ inline void Last(Moment moment, bool is_due) {
+  if (is_due && threadIdx.x % 32 == 0 && blockIdx.x < kBlocks) Mine()[moment] = clock64();
 }
 
-__device__ inline void First(Moment moment, bool stamps) {
-  Last(moment, stamps && Mine()[moment] == 0);
+__device__ inline void First(Moment moment, bool is_due) {
+  Last(moment, is_due && Mine()[moment] == 0);
 }
 
-__device__ inline void Begin(Moment moment, bool stamps) {
-  if (!stamps || blockIdx.x >= kBlocks) return;
+__device__ inline void Begin(Moment moment, bool is_due) {
+  if (!is_due || blockIdx.x >= kBlocks) return;
   for (int i = 0; i < kCount; ++i) Mine()[i] = 0;
   Last(moment, true);
 }
 
 // When all others have stamped.
-__device__ inline void Print(Moment, bool prints) {
-  if (!prints || blockIdx.x >= kBlocks) return;
+__device__ inline void Print(Moment, bool is_due) {
+  if (!is_due || blockIdx.x >= kBlocks) return;
   const auto* s = Mine();
   printf("stamps %lld %lld %lld %lld %lld %lld %lld\n", s[0], s[1], s[2], s[3], s[4], s[5], s[6]);
 }

@@ -21,7 +21,7 @@ from shared_ffi import _native, kv_cache_update, paged_attention, varlen_attenti
 from shared_ffi.spec import Call
 from tests.cases import varlen
 from tests.reliability.fuzz.trials import Trial
-from tests.support import gpu, varlen_calls, varlen_gpu
+from tests.support import gpu, varlen_calls
 from tests.support.calls import (
     checked_call,
     cpu_instruction_set,
@@ -534,15 +534,15 @@ class EmulatedRunner:
     ) -> None:
         arguments, dout = inputs._asdict() | attributes, _dout(inputs)
         arguments = {name: x for name, x in arguments.items() if x is not None}
-        forward = varlen_gpu.attend(device, arguments, seed)
-        gradients = varlen_gpu.differentiate(device, arguments, dout, forward, seed)
+        forward = varlen_calls.attend(device, arguments, seed)
+        gradients = varlen_calls.differentiate(device, arguments, dout, forward, seed)
         has_large_logits = any(
             x.name == "scale" and abs(x.value) > _LARGEST_SCALE for x in trial.changes
         )
         if has_large_logits or not _is_legal(trial, inputs, attributes):
             return
         _, expected = varlen.oracle(arguments, dout)
-        check = partial(varlen_gpu.assert_close, gradients, inputs.query.dtype.name)
+        check = partial(varlen_calls.assert_close, gradients, inputs.query.dtype.name)
         _expect("the gradients are the oracle's", check, expected)
 
     def _attend(

@@ -556,7 +556,10 @@ WAITS += ["wgmma.wait_group", "wgmma.fence", "fence.proxy.async"]
 def test_a_missing_wait_is_found(target: int, kernels: Any, machine: Any, step: int) -> None:
     kernel = attention(kernels, target, "fp16", 64, False)
     check_missing_waits(
-        kernel.asm["ptx"], lambda ptx: attend(machine, kernel, "fp16", 64, False, ptx), atol=0.02
+        kernel.asm["ptx"],
+        lambda ptx: attend(machine, kernel, "fp16", 64, False, ptx),
+        atol=0.02,
+        step=step,
     )
 
 
