@@ -12,7 +12,7 @@ import pytest
 from harness.compare import assert_close_on_cuda, assert_same_bits
 from tests.cases.case import Case, Inputs
 from tests.support import gpu as gpus
-from tests.support import one_order, selection, varlen_gpu
+from tests.support import one_order, selection, varlen_calls
 from tests.support.gpu import Gpu
 from tests.support.one_order import F, Part, Rows, attend, expected_of, fold, leaf_at, rows_of_case
 
@@ -305,6 +305,6 @@ def test_a_row_has_the_same_bits_in_all_kernels(seed: int, gpu: Gpu) -> None:
             "query_start_loc": inputs.query_start_loc,
         }  # fmt: skip
         given = {name: x for name, x in attributes.items() if x is not None}
-        trained, _ = varlen_gpu.attend(gpu, arrays | given, seed)
+        trained, _ = varlen_calls.attend(gpu, arrays | given, seed)
         assert_same_bits(trained[: sum(q for q, _ in case.sequences)],
                          outputs[0][: sum(q for q, _ in case.sequences)])  # fmt: skip
