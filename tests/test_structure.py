@@ -124,7 +124,7 @@ def test_only_three_files_know_torch_xla(path: Path) -> None:
     """How an op reaches XLA, how torch_xla reaches a GPU, and the openxla backend for other
     tensors."""
     knows = imported(path) & {"torch_xla", "jax", "jax_frontend"}
-    files = ("operator/xla.py", "compilers/torch_xla.py", "compilers/openxla.py")
+    files = ("operator/xla.py", "cuda_plugin.py", "compilers/openxla.py")
     is_integration = "integrations" in path.parts
     assert is_integration or str(path.relative_to(ROOT / "torch_frontend")) in files or not knows
 
@@ -224,7 +224,7 @@ def test_names_of_csrc_are_defined_and_used() -> None:
 
 def test_functions_are_used_outside_of_tests() -> None:
     """But for what other libraries call."""
-    others = ("torch_frontend/integrations/vllm", "torch_frontend/compilers/torch_xla.py")
+    others = ("torch_frontend/integrations/vllm", "torch_frontend/cuda_plugin.py")
     files = {*python_files("shared_ffi", "jax_frontend", "torch_frontend")}
     readers = [*files, *python_files("harness", "examples", "benchmarks")]
     readers += [*(ROOT / "docs").rglob("*.md"), *CSRC.rglob("*.cc")]
