@@ -139,7 +139,7 @@ def test_only_three_files_know_torch_xla(path: Path) -> None:
     """How an op reaches XLA, how torch_xla reaches a GPU, and the openxla backend for other
     tensors."""
     knows = imported(path) & {"torch_xla", "jax", "jax_frontend"}
-    files = ("operator/xla.py", "compilers/torch_xla.py", "compilers/openxla.py")
+    files = ("operator/xla.py", "cuda_plugin.py", "compilers/openxla.py")
     is_integration = "integrations" in path.parts
     assert is_integration or str(path.relative_to(ROOT / "torch_frontend")) in files or not knows
 
@@ -199,7 +199,7 @@ RUNTIME_ROOMS = ("ffi", "eager", "python", "torch")
     ids=lambda path: str(path.relative_to(CSRC)),
 )
 def test_only_handlers_know_xla(path: Path) -> None:
-    """Kernels know neither XLA nor a framework. options.h: how handlers read what they share."""
+    """Kernels know neither XLA nor a framework."""
     includes = re.findall(r"#include [<\"](.*)[>\"]", path.read_text())
     rooms = "|".join(("xla", *RUNTIME_ROOMS))
     known = [x for x in includes if re.search(rf"(^|/)({rooms})/", x) and "ffi/export.h" not in x]
@@ -237,9 +237,27 @@ def test_names_of_csrc_are_defined_and_used() -> None:
     assert sorted(name for name in defined - other if count[name] == 1) == []
 
 
+_FILE = re.compile(r"(?<![\w./-])(?:[\w-]+/)*[\w-]+\.(?:py|cc|cuh?|h)\b(?![\w(/])")
+FILES_OF_OTHERS = {"c_api.h", "cuda_fp8.h", "pjrt_c_api.h", "pjrt_c_api_gpu_extension.h", "shim.h"}
+
+
+def test_files_that_are_named_exist() -> None:
+    """In comments of csrc, and anywhere in the packages' Python."""
+    texts = {path: path.read_text() for path in CSRC.rglob("*.*")}
+    texts = {path: "\n".join(_COMMENT.findall(text)) for path, text in texts.items()}
+    packages = ("shared_ffi", "jax_frontend", "torch_frontend", "xla_paged_attention", "harness")
+    texts |= {path: path.read_text() for path in python_files(*packages)}
+    folders = [*packages, "tests", "cmake"]
+    existing = {f"/{path.relative_to(ROOT)}" for x in folders for path in (ROOT / x).rglob("*.*")}
+    for path, text in texts.items():
+        for name in _FILE.findall(text):
+            if Path(name).name not in FILES_OF_OTHERS:
+                assert any(x.endswith(f"/{name}") for x in existing), (path, name)
+
+
 def test_functions_are_used_outside_of_tests() -> None:
     """But for what other libraries call."""
-    others = ("torch_frontend/integrations/vllm", "torch_frontend/compilers/torch_xla.py")
+    others = ("torch_frontend/integrations/vllm", "torch_frontend/cuda_plugin.py")
     files = {*python_files("shared_ffi", "jax_frontend", "torch_frontend")}
     readers = [*files, *python_files("harness", "examples", "benchmarks")]
     readers += [*(ROOT / "docs").rglob("*.md"), *CSRC.rglob("*.cc")]

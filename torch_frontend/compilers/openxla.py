@@ -7,7 +7,7 @@ directions, and makes PyTorch's stream and XLA's wait for each other. The progra
 custom calls as everywhere.
 
 XLA does not write to memory that it has only borrowed. A cache that our update overwrites is
-written where it lies all the same (``_in_place.py``); any other argument that the graph overwrites
+written where it lies all the same (``in_place.py``); any other argument that the graph overwrites
 costs two copies of it.
 """
 

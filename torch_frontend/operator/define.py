@@ -93,20 +93,20 @@ class Operator:
             check_out(call, bound.tensors[0], out)
             RULES.refuse_derivative(self._op, (out,))
 
-    def refuse_grad(self, keys: Any, *arguments: Any, **keywords: Any) -> Any:
+    def run_without_grad(self, keys: Any, *arguments: Any, **keywords: Any) -> Any:
         """The autograd kernel for wrapped tensors (torch_xla, torch.func, DTensor): refuses
         derivatives, then runs the op below autograd, where wrappers have none."""
         dtensor.register(_LIBRARY)
         self.read(arguments, {name: x for name, x in keywords.items() if name != "out"})
         return self._below_autograd(arguments, keywords)
 
-    def refuse_grad_on_xla(self, keys: Any, *arguments: Any, **keywords: Any) -> Any:
+    def run_without_grad_on_xla(self, keys: Any, *arguments: Any, **keywords: Any) -> Any:
         """The autograd kernel for torch_xla's tensors. Where a program and its derivative are
         traced, the derivative's program refuses, not the trace: torch_xla's scan() traces both,
         under torch.no_grad(), too."""
         bound = self._reader.read(arguments, keywords)
         if not any(x.requires_grad and is_fake(x) for x in bound.tensors):
-            return self.refuse_grad(keys, *arguments, **keywords)
+            return self.run_without_grad(keys, *arguments, **keywords)
 
         def run() -> Any:
             return self._below_autograd(arguments, keywords)
@@ -352,11 +352,12 @@ def _implement_in_place(
     operator = make(mutable)
     _implement_eagerly(mutable_name, operator)
     op = InPlaceOp(overload._schema, mutable, functional)
-    run: Callable[..., Any] = Untraced(op.run)
-    for device in ("CUDA", "CPU"):
-        keys = _direct_keys(device)
-        run = operator.eager.kernel(device.lower(), keys, run, returns_out=overload_name == "out")
-    _LIBRARY.impl(name, run, "CompositeImplicitAutograd", with_keyset=True)
+    # A call goes to the kernel for the CPU, else to that for CUDA, else to op.run.
+    returns_out = overload_name == "out"
+    kernel = partial(operator.eager.kernel, returns_out=returns_out)
+    on_cuda = kernel("cuda", _direct_keys("CUDA"), Untraced(op.run))
+    on_cpu = kernel("cpu", _direct_keys("CPU"), on_cuda)
+    _LIBRARY.impl(name, on_cpu, "CompositeImplicitAutograd", with_keyset=True)
     # Reached by a graph that was exported on the CPU and moved to an XLA device.
     _LIBRARY.impl(mutable_name, Untraced(op.run_on_xla), "XLA")
     _fake(mutable_name, operator.fake_in_place)
@@ -367,7 +368,7 @@ def _implement_eagerly(name: str, operator: Operator) -> None:
         _LIBRARY.impl(name, operator.eager.kernel(device.lower()), device)
         if operator.derivative is None:
             keys = _direct_keys(device)
-            refuse = Untraced(operator.refuse_grad)
+            refuse = Untraced(operator.run_without_grad)
             with_autograd = operator.eager.kernel(device.lower(), keys, refuse)
             _LIBRARY.impl(name, with_autograd, f"Autograd{device}", with_keyset=True)
     COMPILED_OPS[f"xla_gpu::{name}"] = operator
@@ -384,7 +385,9 @@ def _direct_keys(device: str) -> list[int]:
 def _implement_on_xla(name: str, operator: Operator) -> None:
     _LIBRARY.impl(name, Untraced(operator.run_on_xla), "XLA")
     if operator.derivative is None:
-        _LIBRARY.impl(name, Untraced(operator.refuse_grad_on_xla), "AutogradXLA", with_keyset=True)
+        _LIBRARY.impl(
+            name, Untraced(operator.run_without_grad_on_xla), "AutogradXLA", with_keyset=True
+        )
     _fake(name, operator.fake)
 
 

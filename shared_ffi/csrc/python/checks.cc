@@ -109,7 +109,7 @@ std::vector<PlannedLaunch> CudaPlan(int64_t num_tokens, int64_t num_heads, int64
   params.max_query_len = max_query_len;
   paged_attention::Scratch scratch;
   paged_attention::MakeScratch(params, nullptr, &scratch);
-  const paged_attention::decode::Numbers decode(params, paged_attention::decode::kRows,
+  const paged_attention::decode::Numbers decode(params, paged_attention::decode::kItemRows,
                                                 /*chunk=*/8);
   const paged_attention::Plan plan(
       params, scratch,

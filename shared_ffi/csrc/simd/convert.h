@@ -4,7 +4,6 @@
 
 #include <type_traits>
 
-#include "instruction_set.h"
 #include "lanes.h"
 
 namespace xla_gpu {

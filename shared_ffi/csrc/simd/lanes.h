@@ -4,7 +4,21 @@
 #include <cstring>
 #include <utility>
 
-#include "types.h"
+// The file of the instruction set that is compiled for.
+#if defined(__AVX512F__)
+#include "avx512.h"
+#elif defined(__AVX2__)
+#include "avx2.h"
+#elif defined(__aarch64__)
+#include "neon.h"
+#else
+#include "portable.h"
+namespace xla_gpu {
+namespace {
+using namespace portable;
+}
+}  // namespace xla_gpu
+#endif
 
 namespace xla_gpu {
 namespace {

@@ -1,7 +1,6 @@
 // exp2, tanh and the soft cap.
 #pragma once
 
-#include "instruction_set.h"
 #include "lanes.h"
 
 namespace xla_gpu {

@@ -4,7 +4,7 @@
 // another.
 //
 //   types.h      the vector types, and the block of sums that fits the registers
-//   avx512.h, avx2.h, neon.h, portable.h, chosen by instruction_set.h
+//   avx512.h, avx2.h, neon.h, portable.h, chosen by lanes.h
 //                the operations that differ: one file for each instruction set
 //   lanes.h      loads, stores, shuffles, sums over lanes
 //   convert.h    storage types to float and back

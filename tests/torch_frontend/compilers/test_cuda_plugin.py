@@ -11,7 +11,7 @@ import pytest
 from torch_xla.core import dynamo_bridge
 
 from shared_ffi.xla import pjrt
-from torch_frontend.compilers.torch_xla import CudaPlugin, set_up_torch_xla
+from torch_frontend.cuda_plugin import CudaPlugin, set_up_torch_xla
 
 pytest.importorskip("jax_plugins.xla_cuda13", reason="make test installs JAX's plugin for CUDA")
 

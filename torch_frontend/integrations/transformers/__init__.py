@@ -29,7 +29,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
 from torch_frontend.integrations.transformers.attention_function import attention  # noqa: E402
 from torch_frontend.integrations.transformers.masks import Mask, mask  # noqa: E402
-from torch_frontend.integrations.transformers.names import NAME, remedy  # noqa: E402
+from torch_frontend.integrations.transformers.shared import NAME, remedy  # noqa: E402
 
 __all__ = ["NAME", "Mask", "attention", "mask"]
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from torch_frontend.integrations.transformers.masks import Mask
-from torch_frontend.integrations.transformers.names import LAYOUT, NAME, OPS, remedy
 from torch_frontend.integrations.transformers.paged_cache import is_ring, updated_pages
 from torch_frontend.integrations.transformers.rows import pages_of_rows
+from torch_frontend.integrations.transformers.shared import LAYOUT, NAME, OPS, remedy
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -16,7 +16,7 @@ from transformers.masking_utils import (
     sliding_window_overlay,
 )
 
-from torch_frontend.integrations.transformers.names import NAME, remedy
+from torch_frontend.integrations.transformers.shared import NAME, remedy
 
 
 class Mask(torch.Tensor):

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from torch_frontend.integrations.transformers.names import LAYOUT, OPS, Tables, same_strides
+from torch_frontend.integrations.transformers.shared import LAYOUT, OPS, Tables, same_strides
 
 
 def is_ring(allocator: Any) -> bool:

@@ -8,7 +8,7 @@ import torch
 
 from torch_frontend.integrations.transformers.masks import Mask
 from torch_frontend.integrations.transformers.masks import mask as make_mask
-from torch_frontend.integrations.transformers.names import Tables, same_strides
+from torch_frontend.integrations.transformers.shared import Tables, same_strides
 
 
 def pages_of_rows(

@@ -338,7 +338,7 @@ class Consumer {
   // slots of the others have moved there.
   __device__ void WritePart(const Work& work, const Sums& sums, int32_t from, int32_t to) const {
     const Split& split = work.split;
-    const int num_rows = split.q_len * numbers_.group;
+    const int num_rows = split.q_len * numbers_.heads_per_kv;
     const int64_t slot = split.SlotOf(from);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -381,7 +381,7 @@ class Consumer {
   }
 
   __device__ void WriteOutput(const Work& work, const Sums& sums) const {
-    const int num_rows = work.split.q_len * numbers_.group;
+    const int num_rows = work.split.q_len * numbers_.heads_per_kv;
     float factors[2];
 #pragma unroll 1
     for (int r = 0; r < 2; ++r) {  // the code is there once
@@ -476,7 +476,7 @@ class Consumer {
   __device__ void MergeGroups(const Work& work, int32_t first_group, int32_t end_group,
                               Parts parts) const {
     const Split& split = work.split;
-    const int num_rows = split.q_len * numbers_.group;
+    const int num_rows = split.q_len * numbers_.heads_per_kv;
     const bool are_groups = split.UnitsAreGroups();
 #pragma unroll 1
     for (int row = warp_; row < num_rows; row += kWarps) {

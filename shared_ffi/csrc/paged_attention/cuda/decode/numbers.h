@@ -43,8 +43,8 @@ struct Numbers {
   int32_t most_groups;    // of positions of a sequence that is split
   Divisor groups_of_run;  // see Consumer::Merge
   int32_t num_kv_heads;
-  int32_t group;          // query heads of a kv head
-  uint32_t group_factor;  // 2^16 / group, rounded up
+  int32_t heads_per_kv;          // query heads of a kv head
+  uint32_t heads_per_kv_factor;  // 2^16 / heads_per_kv, rounded up
   uint32_t num_blocks;
   uint32_t table_bytes;  // of a sequence's row of block_tables
   Divisor num_thread_blocks;
@@ -63,13 +63,13 @@ struct Numbers {
         most_groups(MostGroups(LongestSpan(p))),
         groups_of_run(CeilDiv(most_groups, kMostRuns)),
         num_kv_heads(p.num_kv_heads),
-        group(p.group.number),
-        group_factor(CeilDiv(1 << 16, group)),
+        heads_per_kv(p.group.number),
+        heads_per_kv_factor(CeilDiv(1 << 16, heads_per_kv)),
         num_blocks(Smaller(p.num_blocks, int64_t{1} << 31)),
         table_bytes(static_cast<uint32_t>(p.max_blocks_per_seq * 4)),
         num_thread_blocks(1),
         is_last(false) {
-    max_query_len = max_rows / group;
+    max_query_len = max_rows / heads_per_kv;
     if (p.max_query_len != 0) max_query_len = Smaller(p.max_query_len, max_query_len);
     const KvCache& cache = p.cache;
     keys = {cache.keys, cache.head_stride / chunk,
@@ -111,7 +111,7 @@ struct Numbers {
     return begin < 0 ? 0 : begin;
   }
   // The query token of a row, of which a work item has kItemRows at most.
-  XLA_GPU_HOST_DEVICE int32_t TokenOf(int32_t row) const { return row * group_factor >> 16; }
+  XLA_GPU_HOST_DEVICE int32_t TokenOf(int32_t row) const { return row * heads_per_kv_factor >> 16; }
 };
 
 }  // namespace xla_gpu::paged_attention::decode

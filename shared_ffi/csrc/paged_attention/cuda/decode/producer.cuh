@@ -47,7 +47,7 @@ class Producer {
   __device__ void PublishWork(const Split& split, ItemState stage) {
     shared_.work_barriers.WaitFreed(stage);
     Work& work = shared_.work[stage.index];
-    const Item item = split.AsItem(numbers_.group);
+    const Item item = split.AsItem(numbers_.heads_per_kv);
     float k_scale = 1, v_scale = 1;  // on their way until the query is there, too
     if (kIs8Bit<C> && Shared::LeavesScaleOut(p_) && !split.IsEnd()) {
       k_scale = p_.k_scale.At(0, 0, item.kv_head);
@@ -99,7 +99,7 @@ class Producer {
 
   // The query head of a row.
   __device__ int32_t HeadOf(const Item& item, int row, int token) const {
-    return item.kv_head * numbers_.group + row - token * numbers_.group;
+    return item.kv_head * numbers_.heads_per_kv + row - token * numbers_.heads_per_kv;
   }
 
   // The block ids of some tiles of a work item, of which each lane holds a few. They are on their

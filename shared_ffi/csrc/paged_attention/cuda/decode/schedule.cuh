@@ -72,12 +72,12 @@ struct alignas(16) Split {
     return slot + UnitOf(static_cast<Unit>(flags & kUnit), position) * q_len;
   }
 
-  // `group`: query heads of a kv head.
-  __device__ Item AsItem(int32_t group) const {
+  // `heads_per_kv`: query heads of a kv head.
+  __device__ Item AsItem(int32_t heads_per_kv) const {
     return {sequence,
             kv_head,
             0,
-            q_len * group,
+            q_len * heads_per_kv,
             first_token,
             FirstPosition(),
             context_len,
