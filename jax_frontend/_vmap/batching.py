@@ -44,8 +44,12 @@ def _batch(
 def _check_mapped_axis(call: Call, number: int, operand: Operand) -> None:
     axes = jax.typeof(operand.array).sharding.spec[:1]
     if operand.is_mapped and axes != (None,) and call.arguments is not None:
-        rule = "be replicated along the axis that jax.vmap maps over (use jax.shard_map there)"
-        raise value_error(call.op, call.arguments.arrays[number], rule, f"mesh axis {axes[0]!r}")
+        name, got = call.arguments.arrays[number], f"mesh axis {axes[0]!r}"
+        rule, remedy = (
+            "be replicated along the axis that jax.vmap maps over",
+            "Use jax.shard_map there",
+        )
+        raise value_error(call.op, name, rule, got, remedy)
 
 
 def _as_one_call(

@@ -37,10 +37,12 @@ def decode(
     """
     check_mask_value(op, mask_value)
     if q.ndim != 3:
-        raise shape_error(op, "q", "[batch_size, num_q_heads, head_dim]", q.shape)
+        rule, remedy = "[batch_size, num_q_heads, head_dim]", "It has one token of each sequence"
+        raise shape_error(op, "q", rule, q.shape, remedy)
     batch_size = q.shape[0]
     if lengths.shape != (batch_size,):
-        raise shape_error(op, "lengths", f"[batch_size={batch_size}]", lengths.shape)
+        rule, remedy = f"[batch_size={batch_size}]", "It has a length for each query"
+        raise shape_error(op, "lengths", rule, lengths.shape, remedy)
     return paged_attention(
         q,
         k_pages,

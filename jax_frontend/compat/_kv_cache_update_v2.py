@@ -57,11 +57,13 @@ def kv_cache_update(
         jax.errors.JaxRuntimeError, or ValueError: as ``jax_frontend.kv_cache_update``.
     """
     if slices.ndim != 2 or slices.shape[0] != 3:
-        raise shape_error(OP, "slices", "[3, max_slices]", slices.shape)
+        remedy = "Its rows are places in the cache, places in new_kv, and numbers of rows"
+        raise shape_error(OP, "slices", "[3, max_slices]", slices.shape, remedy)
     if num_slices.shape != (1,):
-        raise shape_error(OP, "num_slices", "[1]", num_slices.shape)
+        raise shape_error(OP, "num_slices", "[1]", num_slices.shape, "It is one number")
     if mesh is not None and kv_cache_pspec is None:
-        raise value_error(OP, "kv_cache_pspec", "be given with mesh", None)
+        remedy = "Pass the partition of new_kv and kv_cache"
+        raise value_error(OP, "kv_cache_pspec", "be given with mesh", None, remedy)
     if dynamic_validate_inputs:
         _check_values(np.asarray(slices), int(num_slices[0]), new_kv, kv_cache, page_size)
     return _update(new_kv, slices, kv_cache, num_slices, mesh=mesh, spec=kv_cache_pspec)
@@ -119,22 +121,24 @@ def _check_values(
     """Raises ValueError for the first run that is wrong."""
     if not 0 <= num_slices <= slices.shape[1]:
         rule = f"be from 0 to the {slices.shape[1]} columns of slices"
-        raise value_error(OP, "num_slices", rule, num_slices)
+        raise value_error(OP, "num_slices", rule, num_slices, "It counts the runs")
     row, used = 0, np.zeros(len(kv_cache), bool)
     for i, (in_cache, first, length) in enumerate(slices[:, :num_slices].T.tolist()):
-        name = f"slices[:, {i}]"
-        got = [in_cache, first, length]
-        if not 1 <= length <= page_size:
-            raise value_error(OP, name, f"have 1 to page_size={page_size} rows", got)
-        if in_cache < 0 or in_cache + length > len(kv_cache):
-            raise value_error(OP, name, f"lie in the {len(kv_cache)} rows of kv_cache", got)
-        if in_cache // page_size != (in_cache + length - 1) // page_size:
-            raise value_error(OP, name, f"lie in one page of {page_size} rows", got)
-        if first < 0 or first + length > len(new_kv):
-            raise value_error(OP, name, f"lie in the {len(new_kv)} rows of new_kv", got)
-        if i > 0 and first != row:
-            raise value_error(OP, name, f"begin at row {row} of new_kv, where the last ends", got)
-        if used[in_cache : in_cache + length].any():
-            raise value_error(OP, name, "name rows of the cache that no other slice names", got)
+        page = in_cache // page_size
+        rules = {
+            f"have 1 to page_size={page_size} rows": 1 <= length <= page_size,
+            f"lie in the {len(kv_cache)} rows of kv_cache": 0 <= in_cache <= len(kv_cache) - length,
+            f"lie in one page of {page_size} rows": page == (in_cache + length - 1) // page_size,
+            f"lie in the {len(new_kv)} rows of new_kv": 0 <= first <= len(new_kv) - length,
+            f"begin at row {row} of new_kv, where the last ends": i == 0 or first == row,
+            "name rows of the cache that no other slice names": not used[
+                max(in_cache, 0) : max(in_cache + length, 0)
+            ].any(),
+        }
+        for rule, is_kept in rules.items():
+            if not is_kept:
+                got = [in_cache, first, length]
+                remedy = "These are its rows in the cache and in new_kv, and their number"
+                raise value_error(OP, f"slices[:, {i}]", rule, got, remedy)
         used[in_cache : in_cache + length] = True
         row = first + length

@@ -82,7 +82,8 @@ def ragged_paged_attention(
 
 def _scaled(q: jax.Array, sm_scale: jax.Array) -> jax.Array:
     if sm_scale.shape != ():
-        raise shape_error(OP, "sm_scale", "[]", sm_scale.shape)
+        raise shape_error(OP, "sm_scale", "[]", sm_scale.shape, "It is one number")
     if not jnp.issubdtype(sm_scale.dtype, jnp.floating):
-        raise dtype_error(OP, "sm_scale", "a float dtype", sm_scale.dtype.name)
+        remedy = "Cast sm_scale to float32"
+        raise dtype_error(OP, "sm_scale", "a float dtype", sm_scale.dtype.name, remedy)
     return (q.astype(jnp.float32) * sm_scale.astype(jnp.float32)).astype(q.dtype)

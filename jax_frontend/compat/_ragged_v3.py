@@ -101,7 +101,10 @@ def ragged_paged_attention_v3(
     """
     given = dict(locals())
     if unknown := sorted(set(tuning) - _TUNING):
-        raise TypeError(f"{OP}: no argument is called {unknown[0]}; got {tuning[unknown[0]]!r}")
+        raise TypeError(
+            f"{OP}: no argument is called {unknown[0]}; got {tuning[unknown[0]]!r}. Leave it out, "
+            "or correct its name"
+        )
     return ragged(
         OP,
         _NAMES,
@@ -167,10 +170,13 @@ def ragged_paged_attention_hd64(
     """
     given = dict(locals())
     if queries.ndim != 3 or queries.shape[2] != 64:
-        raise shape_error(OP_HD64, "queries", "[num_tokens, num_q_heads, 64]", queries.shape)
+        remedy = f"Call {OP} with heads of another size"
+        rule = "[num_tokens, num_q_heads, 64]"
+        raise shape_error(OP_HD64, "queries", rule, queries.shape, remedy)
     if kv_cache.ndim != 5 or kv_cache.shape[4] != 128:
         rule = "[num_pages, page_size, rows // packing, packing, 128]"
-        raise shape_error(OP_HD64, "kv_cache", rule, kv_cache.shape)
+        remedy = "A row is the K of a head, then its V"
+        raise shape_error(OP_HD64, "kv_cache", rule, kv_cache.shape, remedy)
     return ragged(
         OP_HD64,
         _NAMES,

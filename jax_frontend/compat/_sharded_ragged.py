@@ -74,7 +74,8 @@ def sharded_ragged_paged_attention(
     if k.ndim == 3 and 0 < k.shape[1] < num_parts:
         if num_parts % k.shape[1] != 0:
             rule = f"divide or be a multiple of the {num_parts} devices that share the heads"
-            raise value_error(OP, "k's num_kv_heads", rule, k.shape[1])
+            remedy = "Give the mesh other numbers of devices along its axes of heads"
+            raise value_error(OP, "k's num_kv_heads", rule, k.shape[1], remedy)
         k, v = (jnp.repeat(x, num_parts // x.shape[1], axis=1) for x in (k, v))
     attend = ragged_paged_attention_hd64 if q.shape[-1] == 64 else ragged_paged_attention_v3
     rows, cache = PartitionSpec(data, heads), PartitionSpec(data, None, heads)

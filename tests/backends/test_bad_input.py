@@ -21,7 +21,15 @@ from shared_ffi.spec import NO_OVERLAP
 from shared_ffi.xla import runtimes
 from tests.cases.all import SAMPLED_CASES, UPDATE_CASES
 from tests.support import backends
-from tests.support.bad_calls import DYNAMIC, FUNCTIONS, MISTAKES, STATIC, BadCall, Mistake
+from tests.support.bad_calls import (
+    DYNAMIC,
+    FUNCTIONS,
+    MISTAKES,
+    STATIC,
+    BadCall,
+    Mistake,
+    assert_says,
+)
 from tests.support.sound_calls import SOUND, attention, rotated_update, split, update
 
 F32, F16, I32, I64 = np.float32, np.float16, np.int32, np.int64
@@ -44,13 +52,6 @@ def test_sound_calls_agree_with_the_oracle(backend: backends.Backend, op: str) -
     expected = getattr(reference, op)(*operands, **attributes)
     result = backend(op, *operands, **attributes)
     np.testing.assert_allclose(result, expected, rtol=1e-6)
-
-
-def assert_says(message: str, wanted: str) -> None:
-    """It has these words, and a remedy behind the value."""
-    assert wanted in message
-    behind = message.partition("; got ")[2].partition("\n")[0]
-    assert ". " in behind or ": cast" in behind, "no remedy"
 
 
 @pytest.mark.parametrize("call", STATIC)
@@ -363,10 +364,12 @@ def test_none_instead_of_array(op: str) -> None:
             arrays[number] = None
             with pytest.raises(TypeError) as raised:
                 function(*arrays, **attributes)
-            message = f"{op}: {name} must be an array; got None"
+            remedy = "It is not optional"
             if name == "kv_cache" and convert is backends.to_torch:
-                message += ". kv_cache_update writes in place and returns None"
-            assert str(raised.value) == message
+                remedy = "kv_cache_update writes in place and returns None"
+            elif name in (*paged_attention.METADATA, "slot_mapping"):
+                remedy += "; pad_batch makes it"
+            assert str(raised.value) == f"{op}: {name} must be an array; got None. {remedy}"
 
 
 def test_update_refuses_overlapping_cache() -> None:
