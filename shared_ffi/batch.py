@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shared_ffi.paged_attention import MAX_CONTEXT_LEN, check_metadata
-from shared_ffi.spec import ArraySpec, check_is_on_host, dtype_error, on_host, value_error
+from shared_ffi.spec import ArraySpec, check_is_on_host, dtype_error, integers_on_host, value_error
 
 _LARGEST = np.iinfo(np.int32).max
 
@@ -249,12 +249,7 @@ def _check_lists(argument: str, given: Any, rule: str) -> None:
 
 
 def _as_int32(argument: str, given: Any) -> np.ndarray:
-    array = on_host(given)
-    if array.size == 0:  # an empty list is float64
-        return np.zeros(0, np.int32)
-    are_integers = array.dtype.kind in "iu" or all(isinstance(x, int) for x in array.flat)
-    if not are_integers or array.dtype.kind == "b":
-        raise dtype_error("pad_batch", argument, "integers", array.dtype)
+    array = integers_on_host("pad_batch", argument, given)
     lost = array[(array < -_LARGEST - 1) | (array > _LARGEST)]
     if lost.size > 0:
         remedy = "Is it the right list?"

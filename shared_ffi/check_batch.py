@@ -12,9 +12,8 @@ from shared_ffi.batch import check_sizes
 from shared_ffi.paged_attention import METADATA, check_metadata
 from shared_ffi.spec import (
     ArraySpec,
-    dtype_error,
-    missing_error,
-    on_host,
+    check_is_on_host,
+    integers_on_host,
     shape_error,
     value_error,
 )
@@ -115,9 +114,10 @@ def check_batch(
     window = {} if sliding_window is None else {"sliding_window": sliding_window}
     check_sizes(_OP, least=1, block_size=block_size, **window)
     check_sizes(_OP, num_blocks=num_blocks)
-    slots = _integers("slot_mapping", slot_mapping)
-    arrays = (context_lens, block_tables, query_start_loc, num_seqs)
-    metadata = [_integers(name, array) for name, array in zip(METADATA, arrays, strict=True)]
+    arrays = (slot_mapping, context_lens, block_tables, query_start_loc, num_seqs)
+    named = dict(zip(("slot_mapping", *METADATA), arrays, strict=True))
+    check_is_on_host(_OP, **named)
+    slots, *metadata = (integers_on_host(_OP, name, array) for name, array in named.items())
     if slots.ndim != 1:
         remedy = "It has a slot for each token"
         raise shape_error(_OP, "slot_mapping", "[num_tokens]", slots.shape, remedy)
@@ -150,18 +150,6 @@ def check_batch(
     if history is not None:
         step.check_history(history)
         step.write_down(history)
-
-
-def _integers(argument: str, given: Any) -> np.ndarray:
-    if given is None:
-        raise missing_error(_OP, argument)
-    if type(given).__name__.endswith("Tracer"):
-        remedy = f"Call {_OP} on the host, outside of jax.jit"
-        raise dtype_error(_OP, argument, "values", type(given).__name__, remedy)
-    array = on_host(given)
-    if array.dtype.kind not in "iu" and array.size > 0:  # an empty list is float64
-        raise dtype_error(_OP, argument, "integers", array.dtype)
-    return array if array.dtype in (np.int32, np.int64) else array.astype(np.int64)
 
 
 def _names(

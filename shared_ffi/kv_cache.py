@@ -48,8 +48,7 @@ def check_dtypes(
         TypeError: it has neither, or K and V differ and are not both of INTEGER_DTYPES.
     """
     if kv_cache.dtype in STORAGE_DTYPES and dtype in STORAGE_DTYPES and kv_cache.dtype != dtype:
-        remedy = f"Cast {argument} to {kv_cache.dtype}, or make another cache"
-        raise dtype_error(op, argument, f"kv_cache's dtype {kv_cache.dtype}", dtype, remedy)
+        raise dtype_error(op, argument, f"kv_cache's dtype {kv_cache.dtype}", dtype)
     if kv_cache.dtype not in (dtype, *CACHE_DTYPES):
         rule = (
             f"{argument}'s dtype {dtype}, or {', '.join(CACHE_DTYPES[:-1])} or {CACHE_DTYPES[-1]}"

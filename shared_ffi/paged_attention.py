@@ -30,6 +30,7 @@ from shared_ffi.spec import (
     float32_of,
     has_shape,
     holds,
+    integers_on_host,
     is_symbol,
     numbers_of,
     on_host,
@@ -248,7 +249,9 @@ def check_values(
     # Integers of any width are welcome here. What int32 cannot hold is out of every range.
     limits = np.iinfo(np.int32)
     arrays = {
-        name: np.clip(on_host(array), limits.min, limits.max).astype(np.int32, order="C")
+        name: np.clip(integers_on_host(OP, name, array), limits.min, limits.max).astype(
+            np.int32, order="C"
+        )
         for name, array in arrays.items()
     }
     pairs = {name: arrays[name] for name in TOKEN_PAIRS if name in arrays}

@@ -319,6 +319,24 @@ def on_host(array: Any) -> np.ndarray:
     return np.asarray(array.cpu() if hasattr(array, "cpu") else array)
 
 
+def integers_on_host(op: str, argument: str, given: Any) -> np.ndarray:
+    """Copies an array of integers of any width, or a list of them, to the host.
+
+    Raises:
+        TypeError: it is None, holds something else, or its rows have several lengths.
+    """
+    if given is None:
+        raise missing_error(op, argument)
+    try:
+        array = on_host(given)
+    except ValueError:  # in NumPy's words, which name neither op nor argument
+        raise array_error(op, argument, "rows of several lengths", "Pad them to one") from None
+    # NumPy makes floats of an empty list, and objects of what int64 cannot hold.
+    if array.dtype.kind not in "iu" and not all(type(x) is int for x in array.flat):
+        raise dtype_error(op, argument, "integers", array.dtype)
+    return array
+
+
 def check_is_on_host(op: str, **arrays: Any) -> None:
     """Raises TypeError for a value under ``jax.jit``, which no host has."""
     for argument, array in arrays.items():

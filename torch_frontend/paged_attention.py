@@ -8,7 +8,7 @@ from typing import Literal, SupportsFloat, TypedDict, Unpack, overload
 import torch
 
 from shared_ffi import paged_attention as op
-from shared_ffi.spec import dtype_error, excess_error, number
+from shared_ffi.spec import dtype_error, number, value_error
 from torch_frontend.operator.arguments import checked, scale_tensor, split_causal, takes_causal_seqs
 from torch_frontend.operator.define import define
 
@@ -180,7 +180,8 @@ def paged_attention(
     if not isinstance(return_lse, bool):
         raise dtype_error(op.OP, "return_lse", "type bool", type(return_lse).__name__)
     if out is not None and return_lse:
-        raise excess_error(op.OP, "out", "be None with return_lse", out)
+        got, remedy = f"shape {[*out.shape]}", "Pass one of the two"
+        raise value_error(op.OP, "out", "be None with return_lse", got, remedy)
     call = _LSE if return_lse else _DEFAULT if out is None else _OUT
     return call(  # type: ignore[no-any-return]
         *(query, kv_cache, context_lens, block_tables, query_start_loc, num_seqs),

@@ -321,7 +321,9 @@ def test_requests_are_refused_when_they_are_added(model: Checkpoint) -> None:
         ValueError, match=r"^Engine: prompts\[1\] must have a token at least; got 0\. "
     ):
         served.add([], SAMPLING)
-    with pytest.raises(ValueError, match="prompt 1 has 60 tokens, .* a sequence holds 64"):
+    with pytest.raises(
+        ValueError, match=r"prompts\[1\] must fit the 64 tokens .*; got 60 tokens, "
+    ):
         served.add([3] * 60, SAMPLING)
 
 
@@ -398,6 +400,8 @@ class TestChoose:
         [
             {"temperature": -1.0},
             {"temperature": float("nan")},
+            {"temperature": "hot"},
+            {"top_p": None},
             {"top_p": 0.0},
             {"top_p": 1.5},
             {"seed": -1},
@@ -423,8 +427,10 @@ class TestChoose:
     def test_logits_that_are_no_numbers(
         self, logits: list[float], got: str, temperature: float
     ) -> None:
-        rule = "the logits of request 5 for position 9 must be finite, or -inf for some tokens"
-        with pytest.raises(ValueError, match=f"^{rule}; got {got}"):
+        rule = (
+            "Engine: the logits of request 5 for position 9 must be finite, or -inf for some tokens"
+        )
+        with pytest.raises(ValueError, match=f"^{rule}; got {got}. Are all weights finite"):
             choose(np.array(logits, np.float32), Sampling(temperature=temperature), 5, 9)
 
     @pytest.mark.parametrize("temperature", [0.0, 1.0])

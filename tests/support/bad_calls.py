@@ -102,7 +102,7 @@ STATIC = [
     ),
     bad_call(
         attention,
-        "query must have kv_cache's dtype float16; got float32. Cast query to float16, or make another cache",
+        "query must have kv_cache's dtype float16; got float32. Cast query to float16",
         kv_cache=ones(4, 2, 4, 8, dtype=F16),
     ),
     bad_call(
@@ -609,7 +609,7 @@ STATIC = [
     ),
     bad_call(
         update,
-        "key must have kv_cache's dtype float16; got float32. Cast key to float16, or make another cache",
+        "key must have kv_cache's dtype float16; got float32. Cast key to float16",
         kv_cache=ones(4, 2, 4, 8, dtype=F16),
     ),
     bad_call(

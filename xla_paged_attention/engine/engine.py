@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shared_ffi.batch import Batch, check_sizes
-from shared_ffi.spec import value_error
+from shared_ffi.spec import dtype_error, value_error
 from xla_paged_attention.engine.runner import ModelRunner
 from xla_paged_attention.engine.scheduler import Arrival, Limits, Scheduler, Step
 
@@ -29,7 +29,7 @@ class Sampling:
 
     Raises:
         ValueError: a number is out of its range.
-        TypeError: ``max_new_tokens`` is no int.
+        TypeError: ``max_new_tokens`` is no int, or another one no number.
     """
 
     max_new_tokens: int = 64
@@ -39,6 +39,10 @@ class Sampling:
 
     def __post_init__(self) -> None:
         check_sizes("Sampling", least=1, max_new_tokens=self.max_new_tokens)
+        for name in ("temperature", "top_p"):
+            number = getattr(self, name)
+            if not isinstance(number, int | float | np.integer | np.floating):
+                raise dtype_error("Sampling", name, "type float", type(number).__name__)
         if not 0 <= self.temperature < np.inf:
             rule, remedy = "be 0 or a positive number", "0 always takes the most probable token"
             raise value_error("Sampling", "temperature", rule, self.temperature, remedy)
