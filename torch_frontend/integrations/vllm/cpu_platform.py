@@ -34,10 +34,10 @@ def accept_names_on_cpu() -> None:
         backend, given = selected_backend.get_class(), attn_selector_config._asdict()
         reasons = backend.validate_configuration(device_capability=None, **given)
         if reasons:
-            named = [x for x in given if any(reason.startswith(f"{x} ") for reason in reasons)]
-            got = "".join(f"; got {name}={given[name]}" for name in named)
-            if "kv_cache_dtype" in named:
-                got += f", which is none of {', '.join(backend.supported_kv_cache_dtypes)}"
+            named = [f"{x}={y}" for x, y in given.items() if f"{x} not supported" in reasons]
+            got = f"; got {', '.join(named)}" if named else ""
+            if "kv_cache_dtype not supported" in reasons:
+                got += f"; kv_cache_dtype may be {', '.join(backend.supported_kv_cache_dtypes)}"
             raise ValueError(f"{NAME}: not for this model: {', '.join(reasons)}{got}{REMEDY}")
         return selected_backend.get_path()
 
