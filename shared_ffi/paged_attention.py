@@ -240,6 +240,7 @@ def check_values(
 
     Raises:
         ValueError: in the words of the CPU handler, naming sequence and entry.
+        TypeError: an array holds no integers, or has no values yet (under ``jax.jit``).
     """
     metadata = (context_lens, block_tables, query_start_loc, num_seqs)
     arrays = dict(zip(METADATA, metadata, strict=True))
