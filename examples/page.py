@@ -55,6 +55,7 @@ _PAGE = """<!doctype html>
   svg text {{ fill: var(--text) !important; }}
   summary, dt, th {{ font-weight: bold; }}
   summary {{ cursor: pointer; }}
+  dd {{ white-space: pre-line; }}
   table {{ border-collapse: collapse; margin: 1em 0; }}
   td, th {{ border-top: 1px solid var(--line); padding: 4px 12px 4px 0; text-align: left; }}
   .good {{ color: var(--good); font-weight: bold; }}
@@ -136,7 +137,8 @@ class Report:
             title=shown(self.title),
             run=shown(self.run),
             conversation="".join(
-                f"<dt>{shown(prompt)}</dt><dd>{_with_bold(shown(answer), '<b>', '</b>')}</dd>"
+                f"<dt>{shown(prompt)}</dt>"
+                f"<dd>{_with_bold(shown(answer.strip()), '<b>', '</b>')}</dd>"
                 for prompt, answer in self.conversation
             ),
             headlines="".join(

@@ -115,19 +115,20 @@ class Arrays:
         if array is None:
             raise missing_error(self._op, name)
         if name == "kv_cache" and isinstance(array, list | tuple):
-            error = array_error(self._op, name, f"a {type(array).__name__} of {len(array)}")
+            got = f"a {type(array).__name__} of {len(array)}"
             remedy = "The first of what kv_cache_update returns is the cache"
-            raise TypeError(f"{error}. {remedy}. K and V apart are kv_cache and value_cache")
+            remedy += ". K and V apart are kv_cache and value_cache"
+            raise array_error(self._op, name, got, remedy)
         check_integers_fit(self._op, name, array)
         if isinstance(array, jax.Array):
             return array
         try:
             return jnp.asarray(array)
         except (TypeError, ValueError):  # in JAX's words, which name neither op nor argument
-            error = array_error(self._op, name, f"type {type(array).__name__}")
+            got = f"type {type(array).__name__}"
         is_list = isinstance(array, list | tuple)
         remedy = "Its rows must have one length" if is_list else "Pass numbers"
-        raise TypeError(f"{error}. {remedy}")
+        raise array_error(self._op, name, got, remedy)
 
     def _add(self, name: str, array: jax.Array) -> ArraySpec:
         self._arrays[name] = array
@@ -202,7 +203,8 @@ def takes_arrays(
                 if array is None and not _may_be_none(hint):
                     raise missing_error(op, name)
                 if hint is jax.Array and not hasattr(array, "shape"):
-                    raise dtype_error(op, name, "type array", type(array).__name__)
+                    remedy = f"Pass jax.numpy.asarray({name})"
+                    raise dtype_error(op, name, "type array", type(array).__name__, remedy)
                 check_integers_fit(op, name, array)
             return function(*arguments, **keywords)
 
@@ -228,4 +230,5 @@ def check_integers_fit(op: str, name: str, given: Any) -> None:
         lost = values[(values < limits.min) | (values > limits.max)]
         if lost.size > 0:
             rule = f"hold integers that fit {dtype.name}, as jax_enable_x64 is off"
-            raise value_error(op, name, rule, lost[0])
+            remedy = "Correct it, or turn jax_enable_x64 on"
+            raise value_error(op, name, rule, lost[0], remedy)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shared_ffi.paged_attention import MAX_CONTEXT_LEN, check_metadata
-from shared_ffi.spec import ArraySpec, check_is_on_host, dtype_error, on_host, value_error
+from shared_ffi.spec import ArraySpec, check_is_on_host, dtype_error, integers_on_host, value_error
 
 _LARGEST = np.iinfo(np.int32).max
 
@@ -249,15 +249,11 @@ def _check_lists(argument: str, given: Any, rule: str) -> None:
 
 
 def _as_int32(argument: str, given: Any) -> np.ndarray:
-    array = on_host(given)
-    if array.size == 0:  # an empty list is float64
-        return np.zeros(0, np.int32)
-    are_integers = array.dtype.kind in "iu" or all(isinstance(x, int) for x in array.flat)
-    if not are_integers or array.dtype.kind == "b":
-        raise dtype_error("pad_batch", argument, "integers", array.dtype)
+    array = integers_on_host("pad_batch", argument, given)
     lost = array[(array < -_LARGEST - 1) | (array > _LARGEST)]
     if lost.size > 0:
-        raise value_error("pad_batch", argument, "hold integers that fit int32", lost[0])
+        remedy = "Is it the right list?"
+        raise value_error("pad_batch", argument, "hold integers that fit int32", lost[0], remedy)
     return array.astype(np.int32)
 
 
@@ -341,4 +337,16 @@ def check_sizes(op: str, *, least: int = 0, **sizes: Any) -> None:
             raise dtype_error(op, name, "type int", type(size).__name__)
         if isinstance(size, int | np.integer) and not least <= size <= _LARGEST:
             rule = f"be at least {least}" if size < least else f"be at most {_LARGEST}"
-            raise value_error(op, name, rule, size)
+            raise value_error(op, name, rule, size, f"It counts {_COUNTED[name]}")
+
+
+_COUNTED = {
+    "block_size": "the positions of a block",
+    "num_blocks": "the blocks of the cache",
+    "num_tokens": "the tokens that a step has room for",
+    "max_seqs": "the sequences that a step has room for",
+    "max_blocks_per_seq": "the blocks that a sequence has room for",
+    "sliding_window": "the positions that a token attends to; leave it out if all",
+    "token_budget": "the tokens of a step, at most",
+    "max_new_tokens": "the tokens of an answer, at most",
+}

@@ -12,9 +12,8 @@ from shared_ffi.batch import check_sizes
 from shared_ffi.paged_attention import METADATA, check_metadata
 from shared_ffi.spec import (
     ArraySpec,
-    dtype_error,
-    missing_error,
-    on_host,
+    check_is_on_host,
+    integers_on_host,
     shape_error,
     value_error,
 )
@@ -115,9 +114,10 @@ def check_batch(
     window = {} if sliding_window is None else {"sliding_window": sliding_window}
     check_sizes(_OP, least=1, block_size=block_size, **window)
     check_sizes(_OP, num_blocks=num_blocks)
-    slots = _integers("slot_mapping", slot_mapping)
-    arrays = (context_lens, block_tables, query_start_loc, num_seqs)
-    metadata = [_integers(name, array) for name, array in zip(METADATA, arrays, strict=True)]
+    arrays = (slot_mapping, context_lens, block_tables, query_start_loc, num_seqs)
+    named = dict(zip(("slot_mapping", *METADATA), arrays, strict=True))
+    check_is_on_host(_OP, **named)
+    slots, *metadata = (integers_on_host(_OP, name, array) for name, array in named.items())
     if slots.ndim != 1:
         remedy = "It has a slot for each token"
         raise shape_error(_OP, "slot_mapping", "[num_tokens]", slots.shape, remedy)
@@ -152,25 +152,13 @@ def check_batch(
         step.write_down(history)
 
 
-def _integers(argument: str, given: Any) -> np.ndarray:
-    if given is None:
-        raise missing_error(_OP, argument)
-    if type(given).__name__.endswith("Tracer"):
-        rule = f"values: call {_OP} on the host, outside of jax.jit"
-        raise dtype_error(_OP, argument, rule, type(given).__name__)
-    array = on_host(given)
-    if array.dtype.kind not in "iu" and array.size > 0:  # an empty list is float64
-        raise dtype_error(_OP, argument, "integers", array.dtype)
-    return array if array.dtype in (np.int32, np.int64) else array.astype(np.int64)
-
-
 def _names(
     history: BatchHistory | None, seq_ids: Sequence[Hashable] | None, num_seqs: int
 ) -> list[Hashable]:
     """The names of the sequences; none without a history."""
     if (history is None) != (seq_ids is None):
         argument, other = ("seq_ids", "history") if seq_ids is None else ("history", "seq_ids")
-        raise value_error(_OP, argument, f"be given with {other}", None)
+        raise value_error(_OP, argument, f"be given with {other}", None, f"Pass {argument}, too")
     if seq_ids is None:
         return []
     to_list = getattr(seq_ids, "tolist", None)  # the elements of a tensor have no hash of value
@@ -247,15 +235,16 @@ class _Step:
                 f"be {wanted[wrong]}, the slot of position {entry * self.block_size + offset} "
                 f"of {self._sequence(s)}: block_tables[{s}, {entry}]={self.tables[s, entry]} * "
                 f"block_size={self.block_size} + {offset}",
-                f"{self._slot(slots[token])}. Correct the slot, the table, or what the position "
+                self._slot(slots[token]),
+                "Correct the slot, the table, or what the position "
                 f"follows from: context_lens[{s}]={self.lens[s]} and query_start_loc[{s + 1}]="
                 f"{self.starts[s + 1]}",
             )
         for first, padding in ((0, slots[:start]), (stop, slots[stop:])):
             for wrong in np.flatnonzero(padding >= 0):
                 rule = "be negative: query_start_loc gives the token to no sequence, so it pads"
-                got = f"{self._slot(padding[wrong])}. Write -1"
-                raise value_error(_OP, f"slot_mapping[{first + wrong}]", rule, got)
+                got = self._slot(padding[wrong])
+                raise value_error(_OP, f"slot_mapping[{first + wrong}]", rule, got, "Write -1")
 
     def _slot(self, slot: np.int64) -> str:
         """A slot, and whose it is."""
@@ -283,8 +272,8 @@ class _Step:
                 f"block_tables[{s}, {second}]",
                 f"be a block that {self._sequence(s)} has nowhere else, for its positions from "
                 f"{second * self.block_size} on",
-                f"{block}, as block_tables[{s}, {first}]. Was it freed early or taken twice? Give "
-                "each entry a block of its own",
+                f"{block}, as block_tables[{s}, {first}]",
+                "Was it freed early or taken twice? Give each entry a block of its own",
             )
         for wrong in np.flatnonzero(is_shared & (written[1:] | written[:-1])):
             found = np.flatnonzero(self.blocks == row[wrong] // num_seqs)
@@ -298,8 +287,9 @@ class _Step:
                 f"be a block that {self._sequence(s)} alone has, as it writes its position {first} "
                 "there",
                 f"{self.blocks[writer]}, as block_tables[{o}, {self.columns[other]}] of "
-                f"{self._sequence(o)}. Was it freed early or taken twice? Copy a shared block "
-                "before a sequence writes it",
+                f"{self._sequence(o)}",
+                "Was it freed early or taken twice? Copy a shared block before a sequence writes "
+                "it",
             )
 
     def check_history(self, history: BatchHistory) -> None:
@@ -319,8 +309,8 @@ class _Step:
                     f"be at most {seen.context_len + self.starts[s + 1] - self.starts[s]} for "
                     f"{self._sequence(s)}, whose positions from {seen.context_len} on were written "
                     f"in no step",
-                    f"{self.lens[s]}. Correct it, or call history.forget if the cache was filled "
-                    "by other means",
+                    self.lens[s],
+                    "Correct it, or call history.forget if the cache was filled by other means",
                 )
             columns = slice(self.needed[s], self._blocks_for(self.firsts[s]))
             own = self.tables[s, columns]
@@ -331,8 +321,9 @@ class _Step:
                     f"block_tables[{s}, {column}]",
                     f"be {seen.blocks[column]}, which holds positions of {self._sequence(s)} from "
                     f"{column * self.block_size} on since step {seen.step}",
-                    f"{own[wrong]}. Is the row of another step or sequence? If the block was "
-                    "moved, call history.forget before",
+                    own[wrong],
+                    "Is the row of another step or sequence? If the block was moved, call "
+                    "history.forget before",
                 )
             for wrong in np.flatnonzero(history._written[own] > seen.step):
                 column, block = columns.start + wrong, own[wrong]
@@ -342,8 +333,8 @@ class _Step:
                     f"still hold the positions from {column * self.block_size} on of "
                     f"{self._sequence(s)}, which ran in step {seen.step}",
                     f"block {block}, which sequence {history._writers[block]!r} wrote in step "
-                    f"{history._written[block]}. Was it freed early? If the positions are to be "
-                    "computed anew, begin at 0",
+                    f"{history._written[block]}",
+                    "Was it freed early? If the positions are to be computed anew, begin at 0",
                 )
 
     def write_down(self, history: BatchHistory) -> None:

@@ -15,6 +15,7 @@ from shared_ffi.spec import (
     Operands,
     check_array,
     dtype_error,
+    excess_error,
     has_shape,
     shape_error,
     value_error,
@@ -35,8 +36,7 @@ def check_latent(
     of_values = {"value_cache": value_cache, "v_scale": v_scale, "v_scale_cache": v_scale_cache}
     for argument, array in of_values.items():
         if array is not None:
-            rule = "be None where V is a part of K"
-            raise value_error(op, argument, rule, f"shape {list(array.shape)}")
+            raise excess_error(op, argument, "be None where V is a part of K", array)
 
 
 def check_dtypes(
@@ -48,8 +48,7 @@ def check_dtypes(
         TypeError: it has neither, or K and V differ and are not both of INTEGER_DTYPES.
     """
     if kv_cache.dtype in STORAGE_DTYPES and dtype in STORAGE_DTYPES and kv_cache.dtype != dtype:
-        rule = f"kv_cache's dtype {kv_cache.dtype}"
-        raise dtype_error(op, argument, rule, f"{dtype}: cast {argument}, or make another cache")
+        raise dtype_error(op, argument, f"kv_cache's dtype {kv_cache.dtype}", dtype)
     if kv_cache.dtype not in (dtype, *CACHE_DTYPES):
         rule = (
             f"{argument}'s dtype {dtype}, or {', '.join(CACHE_DTYPES[:-1])} or {CACHE_DTYPES[-1]}"
@@ -104,19 +103,18 @@ def add_features(
     for argument, scales, _ in of_arrays:
         if scales is not None and not is_quantized:
             only = f"be None unless kv_cache has fewer bits than {reference_argument}"
-            raise value_error(op, argument, only, f"shape {list(scales.shape)}")
+            raise excess_error(op, argument, only, scales)
         if scales is not None:
             _add_scales(op, operands, cache, argument, scales)
     for (given, scales, _), (argument, array) in zip(of_arrays, made.items(), strict=False):
         if array is None:
             continue
-        got = f"shape {list(array.shape)}"
         if not is_quantized:
             only = f"be None unless kv_cache has fewer bits than {reference_argument}"
-            raise value_error(op, argument, only, got)
+            raise excess_error(op, argument, only, array)
         if scales is not None:
             rule = f"be None with {argument}, which gets the scales that the call makes"
-            raise value_error(op, given, rule, f"shape {list(scales.shape)}")
+            raise excess_error(op, given, rule, scales)
         _add_made_scales(op, operands, cache, argument, array)
     for argument, scales, array in of_arrays:
         is_needed = is_quantized and not (is_latent and argument == "v_scale")

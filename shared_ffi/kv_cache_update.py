@@ -18,6 +18,7 @@ from shared_ffi.spec import (
     check_array,
     check_is_on_host,
     dtype_error,
+    excess_error,
     flag,
     has_shape,
     holds,
@@ -155,14 +156,14 @@ def _check_rotary(
     if cos_sin_cache is None:
         name, array = ("query", query) if query is not None else ("positions", positions)
         if array is None:
-            raise value_error(OP, "interleaved", "be False without cos_sin_cache", interleaved)
-        got = f"shape {list(array.shape)}"
-        raise value_error(OP, name, "be None without cos_sin_cache", got)
+            raise excess_error(OP, "interleaved", "be False without cos_sin_cache", interleaved)
+        raise excess_error(OP, name, "be None without cos_sin_cache", array)
     if positions is None:
-        raise value_error(OP, "positions", "be given with cos_sin_cache", None)
+        remedy = "Pass the position of each token, as pad_batch makes it"
+        raise value_error(OP, "positions", "be given with cos_sin_cache", None, remedy)
     if is_latent:
         rule = "be None where V is a part of K, of which other numbers are rotated (rotate before)"
-        raise value_error(OP, "cos_sin_cache", rule, f"shape {list(cos_sin_cache.shape)}")
+        raise excess_error(OP, "cos_sin_cache", rule, cos_sin_cache)
     num_tokens, _, head_size = key.shape
     if key.dtype not in STORAGE_DTYPES:
         rule = "dtype float32, float16 or bfloat16 with cos_sin_cache"

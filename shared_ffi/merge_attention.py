@@ -30,11 +30,12 @@ def parts(argument: str, given: Any) -> list[Any] | None:
     arrays = list(given) if is_sequence else [given]
     for array in arrays:
         if not _is_array(array):
-            is_pair = isinstance(array, list | tuple) and any(map(_is_array, array))
-            got = f"{type(array).__name__} {array!r}"
-            if is_pair:  # its numbers say nothing
-                got = f"{type(array).__name__}. {_APART}"
-            raise dtype_error(OP, argument, "type array, or be a sequence of arrays", got)
+            rule, got = "type array, or be a sequence of arrays", type(array).__name__
+            if isinstance(array, list | tuple) and any(map(_is_array, array)):
+                raise dtype_error(OP, argument, rule, got, _APART)  # its numbers say nothing
+            raise dtype_error(
+                OP, argument, rule, f"{got} {array!r}", "Pass what the parts returned"
+            )
     if not arrays:
         raise shape_error(OP, argument, _OUTPUTS, (), "Pass a part at least")
     for number, array in enumerate(arrays):
@@ -53,10 +54,13 @@ def _is_array(given: Any) -> bool:
 def check(outputs: ArraySpec, lses: ArraySpec) -> None:
     """Checks the stacked parts; raises ValueError (shape) or TypeError (dtype)."""
     if len(outputs.shape) != 4 or outputs.shape[0] < 1:
-        remedy = "One part is a list of one array" if len(outputs.shape) == 3 else ""
+        remedy = "Give each part the output of one call"
+        if len(outputs.shape) == 3:
+            remedy = "One part is a list of one array"
         raise shape_error(OP, "outputs", _OUTPUTS, outputs.shape, remedy)
     if "float" not in outputs.dtype:
-        raise dtype_error(OP, "outputs", "a floating-point dtype", outputs.dtype)
+        rule, remedy = "a floating-point dtype", "Cast outputs to float32"
+        raise dtype_error(OP, "outputs", rule, outputs.dtype, remedy)
     sizes = zip(("num_parts", "num_tokens", "num_heads"), outputs.shape[:3], strict=True)
     remedy = "It has a number for each head of outputs, in as many parts"
     check_array(OP, "lses", lses, [*sizes], "float32", remedy)

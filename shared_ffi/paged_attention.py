@@ -25,10 +25,12 @@ from shared_ffi.spec import (
     check_array,
     check_is_on_host,
     dtype_error,
+    excess_error,
     flag,
     float32_of,
     has_shape,
     holds,
+    integers_on_host,
     is_symbol,
     numbers_of,
     on_host,
@@ -239,6 +241,7 @@ def check_values(
 
     Raises:
         ValueError: in the words of the CPU handler, naming sequence and entry.
+        TypeError: an array holds no integers, or has no values yet (under ``jax.jit``).
     """
     metadata = (context_lens, block_tables, query_start_loc, num_seqs)
     arrays = dict(zip(METADATA, metadata, strict=True))
@@ -248,7 +251,9 @@ def check_values(
     # Integers of any width are welcome here. What int32 cannot hold is out of every range.
     limits = np.iinfo(np.int32)
     arrays = {
-        name: np.clip(on_host(array), limits.min, limits.max).astype(np.int32, order="C")
+        name: np.clip(integers_on_host(OP, name, array), limits.min, limits.max).astype(
+            np.int32, order="C"
+        )
         for name, array in arrays.items()
     }
     pairs = {name: arrays[name] for name in TOKEN_PAIRS if name in arrays}
@@ -305,8 +310,8 @@ def cuda_scratch_bytes(call: Call, smaller: Smaller = min) -> int:
         block_size, num_kv_heads = kv_cache.shape[1], kv_cache.shape[2] // 2
     # The handler checks symbols.
     if isinstance(num_tokens * num_heads, int) and num_tokens * num_heads >= 2**31:
-        rule = "have num_tokens * num_heads below 2**31 on CUDA: split the batch"
-        raise value_error(call.op, "query", rule, f"{num_tokens} * {num_heads}")
+        rule, got = "have num_tokens * num_heads below 2**31 on CUDA", f"{num_tokens} * {num_heads}"
+        raise value_error(call.op, "query", rule, got, "Split the batch")
     if isinstance(block_size, int) and block_size >= 2**31:
         rule = "have a block_size below 2**31 on CUDA"
         raise value_error(call.op, "kv_cache", rule, block_size, "Make more and smaller blocks")
@@ -414,7 +419,8 @@ def _int64(op: str, argument: str, value: int, at_least: int) -> np.int64:
     if isinstance(value, bool) or not (isinstance(value, int | np.integer) or is_symbol(value)):
         raise dtype_error(op, argument, "type int", type(value).__name__)
     if not holds(value >= at_least):
-        raise value_error(op, argument, f"be at least {at_least}, or None", value)
+        remedy = f"Leave {argument} out if there is none"
+        raise value_error(op, argument, f"be at least {at_least}, or None", value, remedy)
     return value if is_symbol(value) else np.int64(min(value, MAX_INT64))  # type: ignore[return-value]
 
 
@@ -440,15 +446,12 @@ def _check_beside_tree_mask(
     others = {"alibi_slopes": alibi_slopes, "bidirectional_ranges": bidirectional_ranges}
     for name, array in others.items():
         if array is not None:
-            raise value_error(op, name, "be None with tree_mask", f"shape {[*array.shape]}")
+            raise excess_error(op, name, "be None with tree_mask", array)
     if sliding_window is not None and not holds(sliding_window >= MAX_TREE_TOKENS):
         rule = f"be at least {MAX_TREE_TOKENS} with tree_mask"
         raise value_error(op, "sliding_window", rule, sliding_window, "Widen it, or leave it out")
-    if isinstance(causal, ArraySpec):
-        got = f"shape {[*causal.shape]}"
-        raise value_error(op, "causal", "be True with tree_mask", got)
-    if not causal:
-        raise value_error(op, "causal", "be True with tree_mask", causal)
+    if causal is not True:
+        raise excess_error(op, "causal", "be True with tree_mask", causal)
 
 
 def _window_right(
@@ -457,8 +460,7 @@ def _window_right(
     """As an attribute, which attention that is causal for all sequences does not have."""
     if causal is True:
         if window_right is not None:
-            rule = "be None unless causal is False"
-            raise value_error(op, "window_right", rule, window_right)
+            raise excess_error(op, "window_right", "be None unless causal is False", window_right)
         return np.int64(0)
     return (
         np.int64(MAX_INT64) if window_right is None else _int64(op, "window_right", window_right, 0)
@@ -470,7 +472,7 @@ def check_mask_value(op: str, mask_value: float | None) -> None:
     with more than 0. Here they do not enter the softmax, as with any that is far below logits."""
     if mask_value is not None and not mask_value <= _MAX_MASK_VALUE:
         rule = f"be None or at most {_MAX_MASK_VALUE:g}, as masked positions have no weight here"
-        raise value_error(op, "mask_value", rule, mask_value)
+        raise excess_error(op, "mask_value", rule, mask_value)
 
 
 def _soft_cap(op: str, soft_cap: float | None, scale: float) -> np.float32:
@@ -479,7 +481,8 @@ def _soft_cap(op: str, soft_cap: float | None, scale: float) -> np.float32:
         return np.float32(0)
     value = _float32(op, "soft_cap", soft_cap)
     if not (np.isfinite(value) and value > 0):
-        raise value_error(op, "soft_cap", "be positive and finite in float32, or None", soft_cap)
+        rule = "be positive and finite in float32, or None"
+        raise value_error(op, "soft_cap", rule, soft_cap, "Leave soft_cap out if there is none")
     if abs(float(_scale(op, scale))) > _MAX_SCALE * float(value):
         rule = "be at least scale / 2**126 in magnitude"
         raise value_error(op, "soft_cap", rule, soft_cap, "Raise it, or leave it out")

@@ -130,7 +130,7 @@ def result_specs(
         call: the call on whole arrays.
         operands: for each operand, the axes of each dimension.
         sizes: of the mesh axes.
-        remedy: for messages: how the framework moves an array.
+        remedy: for messages, a sentence: how the framework moves an array.
         show: for messages: an operand's sharding in the framework's words.
 
     Raises:
@@ -139,31 +139,30 @@ def result_specs(
     """
     names = call.names
     head_dims = call.head_dims or (None,) * (len(names) + len(call.results))
-    remedy = f" ({remedy})"
     axes: Axes = ()
     for name, dims, head_dim in zip(names, operands, head_dims, strict=False):
         for dim, given in enumerate(dims):
             if not given:
                 continue
             if not call.num_shared_heads or head_dim is None:
-                raise value_error(call.op, name, "be replicated" + remedy, show(dims))
+                raise value_error(call.op, name, "be replicated", show(dims), remedy)
             if dim != head_dim:
-                rule = f"be sharded along dimension {head_dim} alone, its heads" + remedy
-                raise value_error(call.op, name, rule, show(dims))
+                rule = f"be sharded along dimension {head_dim} alone, its heads"
+                raise value_error(call.op, name, rule, show(dims), remedy)
             num_parts = math.prod(sizes[axis] for axis in given)
             if call.num_shared_heads % num_parts != 0:
                 rule = f"be sharded over a number of devices that divides {call.num_shared_heads}"
                 got = f"{show(dims)}, which is {num_parts} devices"
-                raise value_error(call.op, name, f"{rule} heads" + remedy, got)
+                raise value_error(call.op, name, f"{rule} heads", got, remedy)
             if axes and given != axes:
                 rule = f"be sharded along the mesh axes of the other operands' heads, {list(axes)}"
-                raise value_error(call.op, name, rule + remedy, show(dims))
+                raise value_error(call.op, name, rule, show(dims), remedy)
             axes = given
     for operand, _ in call.aliases:
         head_dim = head_dims[operand]
         if axes and head_dim is not None and not operands[operand][head_dim]:
             rule = f"be sharded along dimension {head_dim} by {list(axes)}, as other heads are"
-            raise value_error(call.op, names[operand], rule + remedy, show(operands[operand]))
+            raise value_error(call.op, names[operand], rule, show(operands[operand]), remedy)
     return [
         [axes if dim == head_dim else () for dim in range(len(spec.shape))]
         for spec, head_dim in zip(call.results, head_dims[len(names) :], strict=True)

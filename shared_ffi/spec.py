@@ -206,7 +206,7 @@ def check_array(
     array: ArraySpec,
     sizes: Sequence[tuple[str, int] | int],
     dtypes: str,
-    remedy: str = "",
+    remedy: str,
 ) -> None:
     """Raises ValueError (shape) or TypeError (dtype) if an array is not what a call needs.
 
@@ -228,30 +228,28 @@ def is_symbol(value: Any) -> bool:
     return hasattr(value, "node")
 
 
-def shape_error(op: str, argument: str, rule: str, got: object, remedy: str = "") -> ValueError:
+def shape_error(op: str, argument: str, rule: str, got: object, remedy: str) -> ValueError:
     """The error for an argument of the wrong shape."""
     return value_error(op, argument, f"have shape {rule}", got, remedy)
 
 
-def value_error(op: str, argument: str, rule: str, got: object, remedy: str = "") -> ValueError:
-    """The error for an argument of the wrong value. `remedy`: a sentence, without its period; where
-    the rule tells it, it need not be given."""
-    if not remedy:
-        if rule.endswith(", or None"):
-            remedy = f"Leave {argument} out if there is none"
-        elif rule.startswith(("be None", "be True", "be False")):
-            remedy = f"Leave {argument} out"
-        elif rule.startswith("be given with"):
-            remedy = f"Pass {argument}, too"
-    remedy = f". {remedy}" if remedy else ""
-    return ValueError(f"{op}: {argument} must {rule}; got {_show(got)}{remedy}")
+def value_error(op: str, argument: str, rule: str, got: object, remedy: str) -> ValueError:
+    """The error for an argument of the wrong value. `remedy`: a sentence, without its period."""
+    return ValueError(f"{op}: {argument} must {rule}; got {_show(got)}. {remedy}")
 
 
-def dtype_error(op: str, argument: str, rule: str, got: object) -> TypeError:
-    """The error for an argument of the wrong dtype or type."""
-    return TypeError(
-        f"{op}: {argument} must have {rule}; got {_show(got)}{_cure(argument, rule, got)}"
-    )
+def excess_error(op: str, argument: str, rule: str, got: object) -> ValueError:
+    """The error for an argument that the call may not have. `rule`: such as ``be None with
+    tree_mask``."""
+    if hasattr(got, "shape"):
+        got = f"shape {[*got.shape]}"
+    return value_error(op, argument, rule, got, f"Leave {argument} out")
+
+
+def dtype_error(op: str, argument: str, rule: str, got: object, remedy: str = "") -> TypeError:
+    """The error for an argument of the wrong dtype or type. `remedy`: where they do not tell it."""
+    remedy = _cure(argument, rule, got) or remedy or f"Pass {rule}"
+    return TypeError(f"{op}: {argument} must have {rule}; got {_show(got)}. {remedy}")
 
 
 def _cure(argument: str, rule: str, got: object) -> str:
@@ -259,25 +257,25 @@ def _cure(argument: str, rule: str, got: object) -> str:
     what, _, wanted = rule.partition(" ")
     if what == "type" and str(got).endswith("Tracer"):  # JAX's name of a value under jit
         return (
-            f". {argument} is a constant of the program: name it in static_argnames of jax.jit, or "
+            f"{argument} is a constant of the program: name it in static_argnames of jax.jit, or "
             "bind it with functools.partial"
         )
     if (argument, got) == ("scale", "NoneType"):
-        return ". Give it: it is usually head_size ** -0.5"
+        return "Give it: it is usually head_size ** -0.5"
     if rule in _EXAMPLES:
         if got in _NUMBERS and rule != "type str":
-            return f". Pass {wanted}({argument})"
+            return f"Pass {wanted}({argument})"
         more = ", or an array with one for each sequence" if argument == "causal" else ""
-        return f". Pass {_EXAMPLES[rule]}{more}"
+        return f"Pass {_EXAMPLES[rule]}{more}"
     if argument == "num_seqs" and got in ("float", "float32"):
-        return ". It may be scale, if an array before it was left out"
+        return "It may be scale, if an array before it was left out"
     if (rule, got) == ("dtype int32", "int64"):
-        return f". Pass {argument}.int()"
-    if (what != "dtype" and not what.endswith("'s")) or ": " in str(got):
+        return f"Pass {argument}.int()"
+    if what != "dtype" and not what.endswith("'s"):
         return ""
     if argument in _WRITTEN:  # a copy would lose what is written
-        return f". Make {argument} with that dtype"
-    return f". Cast {argument} to {'one of them' if ' or ' in rule else wanted.split()[-1]}"
+        return f"Make {argument} with that dtype"
+    return f"Cast {argument} to {'one of them' if ' or ' in rule else wanted.split()[-1]}"
 
 
 _EXAMPLES = {
@@ -304,6 +302,24 @@ def on_host(array: Any) -> np.ndarray:
     return np.asarray(array.cpu() if hasattr(array, "cpu") else array)
 
 
+def integers_on_host(op: str, argument: str, given: Any) -> np.ndarray:
+    """Copies an array of integers of any width, or a list of them, to the host.
+
+    Raises:
+        TypeError: it is None, holds something else, or its rows have several lengths.
+    """
+    if given is None:
+        raise missing_error(op, argument)
+    try:
+        array = on_host(given)
+    except ValueError:  # in NumPy's words, which name neither op nor argument
+        raise array_error(op, argument, "rows of several lengths", "Pad them to one") from None
+    # NumPy makes floats of an empty list, and objects of what int64 cannot hold.
+    if array.dtype.kind not in "iu" and not all(type(x) is int for x in array.flat):
+        raise dtype_error(op, argument, "integers", array.dtype)
+    return array
+
+
 def check_is_on_host(op: str, **arrays: Any) -> None:
     """Raises TypeError for a value under ``jax.jit``, which no host has."""
     for argument, array in arrays.items():
@@ -315,14 +331,18 @@ def check_is_on_host(op: str, **arrays: Any) -> None:
             )
 
 
-def missing_error(op: str, argument: str) -> TypeError:
+def missing_error(op: str, argument: str, remedy: str = "") -> TypeError:
     """The error for an argument that must be an array, and is None."""
-    return array_error(op, argument, "None")
+    remedy = remedy or f"It is not optional{'; pad_batch makes it' * (argument in _OF_A_BATCH)}"
+    return array_error(op, argument, "None", remedy)
 
 
-def array_error(op: str, argument: str, got: str) -> TypeError:
+_OF_A_BATCH = ("slot_mapping", "context_lens", "block_tables", "query_start_loc", "num_seqs")
+
+
+def array_error(op: str, argument: str, got: str, remedy: str) -> TypeError:
     """The error for an argument that is no array."""
-    return TypeError(f"{op}: {argument} must be an array; got {got}")
+    return TypeError(f"{op}: {argument} must be an array; got {got}. {remedy}")
 
 
 def _show(got: object) -> str:

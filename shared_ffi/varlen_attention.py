@@ -119,7 +119,8 @@ def check(
         if name in FEATURES:
             operands.add_feature(name, array, head_dim)
     if prefix_seqs is not None:
-        check_array(OP, "prefix_seqs", prefix_seqs, [("max_seqs", max_seqs)], "int32")
+        remedy = "It has a number for each sequence, and for those that pad"
+        check_array(OP, "prefix_seqs", prefix_seqs, [("max_seqs", max_seqs)], "int32", remedy)
         operands.add_feature("prefix_seqs", prefix_seqs, None)
     results = [ArraySpec((num_tokens, num_heads, value.shape[2]), query.dtype)]
     if flag(OP, "return_lse", return_lse):

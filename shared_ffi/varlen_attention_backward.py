@@ -30,8 +30,11 @@ def check(*, output: ArraySpec, lse: ArraySpec, dout: ArraySpec, **forward: Any)
     (result,) = call.results
     sizes = [*zip(("num_tokens", "num_heads", "value_head_size"), result.shape, strict=True)]
     for name, array in (("output", output), ("dout", dout)):
-        check_array(OP, name, array, sizes, result.dtype)
-    check_array(OP, "lse", lse, sizes[:2], "float32")
+        check_array(
+            OP, name, array, sizes, result.dtype, "It has the shape of the forward's output"
+        )
+    remedy = "It is what varlen_attention returned with return_lse"
+    check_array(OP, "lse", lse, sizes[:2], "float32", remedy)
 
     def with_own(forward: tuple[Any, ...], *own: Any) -> tuple[Any, ...]:
         return (*forward[:_NUM_INPUTS], *own, *forward[_NUM_INPUTS:])

@@ -180,7 +180,8 @@ def paged_attention(
     if not isinstance(return_lse, bool):
         raise dtype_error(op.OP, "return_lse", "type bool", type(return_lse).__name__)
     if out is not None and return_lse:
-        raise value_error(op.OP, "out", "be None with return_lse", "a tensor")
+        got, remedy = f"shape {[*out.shape]}", "Pass one of the two"
+        raise value_error(op.OP, "out", "be None with return_lse", got, remedy)
     call = _LSE if return_lse else _DEFAULT if out is None else _OUT
     return call(  # type: ignore[no-any-return]
         *(query, kv_cache, context_lens, block_tables, query_start_loc, num_seqs),

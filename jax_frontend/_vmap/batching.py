@@ -44,8 +44,9 @@ def _batch(
 def _check_mapped_axis(call: Call, number: int, operand: Operand) -> None:
     axes = jax.typeof(operand.array).sharding.spec[:1]
     if operand.is_mapped and axes != (None,):
-        rule = "be replicated along the axis that jax.vmap maps over (use jax.shard_map there)"
-        raise value_error(call.op, call.names[number], rule, f"mesh axis {axes[0]!r}")
+        rule = "be replicated along the axis that jax.vmap maps over"
+        remedy, got = "Use jax.shard_map there", f"mesh axis {axes[0]!r}"
+        raise value_error(call.op, call.names[number], rule, got, remedy)
 
 
 def _as_one_call(

@@ -14,7 +14,13 @@ from jax_frontend.batch import slots_of_tokens
 from jax_frontend.kv_cache_update import kv_cache_update
 from jax_frontend.paged_attention import paged_attention
 from shared_ffi.paged_attention import check_mask_value
-from shared_ffi.spec import INTEGER_DTYPES, dtype_error, shape_error, value_error
+from shared_ffi.spec import (
+    INTEGER_DTYPES,
+    dtype_error,
+    excess_error,
+    shape_error,
+    value_error,
+)
 
 PACKED_ROWS = "nb(h2)(h2)d"
 """``[num_pages, page_size, rows // packing, packing, width]``: the K of kv head h in row 2h, its V
@@ -104,10 +110,10 @@ def ragged(
         options: of `update_and_attend`.
     """
     pages_name, starts_name, sink_name = names
-    check_shape(op, starts_name, starts, (kv_lens.shape[0] + 1,))
-    check_shape(op, "distribution", distribution, (3,))
+    check_starts(op, starts_name, starts, kv_lens)
+    check_shape(op, "distribution", distribution, (3,), OF_DISTRIBUTION)
     if sink is not None:
-        check_shape(op, sink_name, sink, rows[0].shape[1:2])
+        check_shape(op, sink_name, sink, rows[0].shape[1:2], OF_SINKS)
     tables = block_tables_of(op, pages_name, pages, kv_lens)
     return update_and_attend(
         op, *rows, kv_cache, kv_lens, tables, starts, distribution[2], sink, **options
@@ -121,10 +127,22 @@ def unit_scale(kv_cache: jax.Array, factor: float | None) -> jax.Array | None:
     return jnp.ones((), jnp.float32) if is_integer and factor is not None else None
 
 
-def check_shape(op: str, argument: str, array: jax.Array, shape: tuple[int, ...]) -> None:
+OF_DISTRIBUTION = "Its last entry is the number of sequences"
+OF_SINKS = "It has a number for each query head"
+
+
+def check_shape(
+    op: str, argument: str, array: jax.Array, shape: tuple[int, ...], remedy: str
+) -> None:
     """Raises ValueError if an array does not have the shape."""
     if array.shape != shape:
-        raise shape_error(op, argument, str(list(shape)), array.shape)
+        raise shape_error(op, argument, str(list(shape)), array.shape, remedy)
+
+
+def check_starts(op: str, argument: str, starts: jax.Array, kv_lens: jax.Array) -> None:
+    """Raises ValueError if an array has not one entry more than there are sequences."""
+    remedy = "It has the first token of each entry of kv_lens, then the end"
+    check_shape(op, argument, starts, (kv_lens.shape[0] + 1,), remedy)
 
 
 def block_tables_of(op: str, argument: str, pages: jax.Array, kv_lens: jax.Array) -> jax.Array:
@@ -132,7 +150,7 @@ def block_tables_of(op: str, argument: str, pages: jax.Array, kv_lens: jax.Array
     max_seqs = kv_lens.shape[0]
     if pages.ndim != 1 or 0 in (max_seqs, *pages.shape) or pages.shape[0] % max_seqs != 0:
         rule = f"[max_seqs={max_seqs} * pages_per_seq], of at least one page"
-        raise shape_error(op, argument, rule, pages.shape)
+        raise shape_error(op, argument, rule, pages.shape, "Give each entry of kv_lens as many")
     return pages.reshape(max_seqs, -1)
 
 
@@ -146,16 +164,19 @@ def _check(
 ) -> None:
     """Checks what padding would hide from the checks of the two ops."""
     if queries.ndim != 3:
-        raise shape_error(op, "queries", "[num_tokens, num_q_heads, head_dim]", queries.shape)
+        rule, remedy = "[num_tokens, num_q_heads, head_dim]", "Pack the tokens of all sequences"
+        raise shape_error(op, "queries", rule, queries.shape, remedy)
     num_tokens, num_heads, head_size = queries.shape
     if keys.ndim != 3 or (keys.shape[0], keys.shape[2]) != (num_tokens, head_size):
         rule = f"[num_tokens={num_tokens}, num_kv_heads, head_dim={head_size}]"
-        raise shape_error(op, "keys", rule, keys.shape)
+        remedy = "It has the tokens and the head size of queries"
+        raise shape_error(op, "keys", rule, keys.shape, remedy)
     num_kv_heads = keys.shape[1]
     if num_kv_heads < 1 or num_heads % num_kv_heads != 0:
         rule = f"be a multiple of num_kv_heads={num_kv_heads}"
-        raise value_error(op, "queries' num_q_heads", rule, num_heads)
-    check_shape(op, "values", values, keys.shape)
+        remedy = "Correct the heads of queries, or those of keys"
+        raise value_error(op, "queries' num_q_heads", rule, num_heads, remedy)
+    check_shape(op, "values", values, keys.shape, "It has the shape of keys")
     heads, size = _heads_and_size(kv_layout, kv_cache.shape)
     if heads < num_kv_heads or size < head_size:
         factors = ("", "2 * ") if kv_layout == PACKED_PAIRS else ("2 * ", "")
@@ -164,7 +185,7 @@ def _check(
             f"{factors[0]}num_kv_heads={num_kv_heads} rows and a width of at least "
             f"{factors[1]}head_dim={head_size}"
         )
-        raise shape_error(op, "kv_cache", rule, kv_cache.shape)
+        raise shape_error(op, "kv_cache", rule, kv_cache.shape, "Make the cache for these keys")
 
 
 def _heads_and_size(kv_layout: str, shape: tuple[int, ...]) -> tuple[int, int]:
@@ -242,8 +263,8 @@ def refuse(op: str, **options: Any) -> None:
     """Raises ValueError for the first of these options that is not None."""
     for name, given in options.items():
         if given is not None:
-            got = f"shape {list(given.shape)}" if hasattr(given, "shape") else repr(given)
-            raise value_error(op, name, "be None, as it is not supported", got)
+            got = given if hasattr(given, "shape") else repr(given)
+            raise excess_error(op, name, "be None, as it is not supported", got)
 
 
 def decode(
@@ -272,10 +293,12 @@ def decode(
     """
     check_mask_value(op, mask_value)
     if q.ndim != 3:
-        raise shape_error(op, "q", "[batch_size, num_q_heads, head_dim]", q.shape)
+        rule, remedy = "[batch_size, num_q_heads, head_dim]", "It has one token of each sequence"
+        raise shape_error(op, "q", rule, q.shape, remedy)
     batch_size = q.shape[0]
     if lengths.shape != (batch_size,):
-        raise shape_error(op, "lengths", f"[batch_size={batch_size}]", lengths.shape)
+        rule, remedy = f"[batch_size={batch_size}]", "It has a length for each query"
+        raise shape_error(op, "lengths", rule, lengths.shape, remedy)
     return paged_attention(
         q,
         k_pages,

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jax_frontend._call import takes_arrays
 from jax_frontend.compat._common import PACKED_ROWS, ragged, refuse
 from jax_frontend.paged_attention import paged_attention
-from shared_ffi.spec import shape_error, value_error
+from shared_ffi.spec import excess_error, shape_error, value_error
 
 RAGGED, UNIFIED = "ejkernel.ragged_page_attention_v3", "ejkernel.unified_attention"
 
@@ -164,7 +164,7 @@ def unified_attention(
     _check_platform(UNIFIED, platform)
     refuse(UNIFIED, qq_bias=qq_bias)
     if not causal:
-        raise value_error(UNIFIED, "causal", "be True", causal)
+        raise excess_error(UNIFIED, "causal", "be True", causal)
     if alibi_slopes is not None:
         with_alibi = {"softmax_aux": softmax_aux, "logits_soft_cap": logits_soft_cap or None}
         refuse(f"{UNIFIED} with alibi_slopes", **with_alibi)
@@ -181,7 +181,8 @@ def unified_attention(
         softmax_aux: jax.Array | None,
     ) -> jax.Array:
         if kv_lens.ndim != 1:
-            raise shape_error(UNIFIED, "kv_lens", "[num_seqs]", kv_lens.shape)
+            remedy = "The lengths of all sequences are one array"
+            raise shape_error(UNIFIED, "kv_lens", "[num_seqs]", kv_lens.shape, remedy)
         return paged_attention(
             *(queries, key_cache, kv_lens, block_tables, query_start_loc),
             jnp.asarray(kv_lens.shape[0], jnp.int32),
@@ -201,7 +202,7 @@ def unified_attention(
 
 def _check_platform(op: str, platform: str | None) -> None:
     if platform not in (None, "auto"):
-        raise value_error(op, "platform", "be None or 'auto'", repr(platform))
+        raise excess_error(op, "platform", "be None or 'auto'", repr(platform))
 
 
 def _sharded(
@@ -214,5 +215,6 @@ def _sharded(
         return attend
     if missing:
         others = " and ".join(name for name in given if name not in missing)
-        raise value_error(op, missing[0], f"be given with {others}", None)
+        remedy = "Pass all three, or none"
+        raise value_error(op, missing[0], f"be given with {others}", None, remedy)
     return jax.shard_map(attend, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)

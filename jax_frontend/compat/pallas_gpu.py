@@ -57,7 +57,8 @@ def paged_attention(
     """
     for name, scale in (("k_scales_pages", k_scales_pages), ("v_scales_pages", v_scales_pages)):
         if scale is not None and scale.shape != k_pages.shape[:-1]:
-            raise shape_error(OP, name, str(list(k_pages.shape[:-1])), scale.shape)
+            rule, remedy = str(list(k_pages.shape[:-1])), "It has a scale for each row of k_pages"
+            raise shape_error(OP, name, rule, scale.shape, remedy)
     if lengths is None:
         capacity = block_tables.shape[1] * k_pages.shape[2]
         lengths = jnp.full(q.shape[0], capacity, jnp.int32)

@@ -78,5 +78,6 @@ def _weight_and_scale(name: str, pages: Any) -> tuple[jax.Array, jax.Array | Non
         return pages, None
     shape = (*pages.weight.shape[:-1], 1)
     if pages.scales.shape != shape:
-        raise shape_error(OP, f"{name}.scales", str(list(shape)), pages.scales.shape)
+        remedy = "It has a scale for each row of weight"
+        raise shape_error(OP, f"{name}.scales", str(list(shape)), pages.scales.shape, remedy)
     return pages.weight, pages.scales[..., 0].astype("float32") / _MAX_INT8

@@ -9,8 +9,11 @@ import jax.numpy as jnp
 
 from jax_frontend._call import takes_arrays
 from jax_frontend.compat._common import (
+    OF_DISTRIBUTION,
+    OF_SINKS,
     PACKED_ROWS,
     check_shape,
+    check_starts,
     refuse,
     update_and_attend,
 )
@@ -97,25 +100,27 @@ def ragged_paged_attention(
             None.
     """
     if causal not in (0, 1):
-        raise value_error(OP, "causal", "be 0 or 1", causal)
+        remedy = "0 attends to later positions, too"
+        raise value_error(OP, "causal", "be 0 or 1", causal, remedy)
     refuse(OP, custom_mask=custom_mask, xai_temperature_len=xai_temperature_len)
     if softmax_dtype is not None and jnp.dtype(softmax_dtype) != jnp.float32:
         refuse(OP, softmax_dtype=jnp.dtype(softmax_dtype).name)
-    max_seqs = kv_lens.shape[0]
-    check_shape(OP, "distribution", distribution, (3,))
-    check_shape(OP, "cu_q_lens", cu_q_lens, (max_seqs + 1,))
-    check_shape(OP, "cu_kv_lens", cu_kv_lens, (max_seqs + 1,))
+    check_shape(OP, "distribution", distribution, (3,), OF_DISTRIBUTION)
+    check_starts(OP, "cu_q_lens", cu_q_lens, kv_lens)
+    check_starts(OP, "cu_kv_lens", cu_kv_lens, kv_lens)
     if page_indices.ndim != 1 or page_indices.shape[0] == 0:
         rule = "[num_page_indices], of at least one page"
-        raise shape_error(OP, "page_indices", rule, page_indices.shape)
+        remedy = "It has the pages of one sequence after another"
+        raise shape_error(OP, "page_indices", rule, page_indices.shape, remedy)
     if kv_cache_fused.ndim != 5:
         rule = "[num_pages, page_size, rows // packing, packing, width]"
-        raise shape_error(OP, "kv_cache_fused", rule, kv_cache_fused.shape)
+        remedy = "Rows are the K of a head, then its V"
+        raise shape_error(OP, "kv_cache_fused", rule, kv_cache_fused.shape, remedy)
     if attention_sink is not None:
         attention_sink = jnp.asarray(attention_sink)
         if attention_sink.ndim == 0:
             attention_sink = jnp.broadcast_to(attention_sink, queries.shape[1:2])
-        check_shape(OP, "attention_sink", attention_sink, queries.shape[1:2])
+        check_shape(OP, "attention_sink", attention_sink, queries.shape[1:2], OF_SINKS)
     num_pages = page_indices.shape[0]
     if max_pages_per_seq is not None:
         num_pages = min(num_pages, max_pages_per_seq)

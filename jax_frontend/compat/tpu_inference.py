@@ -119,7 +119,10 @@ def ragged_paged_attention_v3(
         ValueError, TypeError: as ``paged_attention``; TypeError also for an unknown argument.
     """
     if unknown := sorted(set(tuning) - _TUNING):
-        raise TypeError(f"{_V3}: no argument is called {unknown[0]}; got {tuning[unknown[0]]!r}")
+        raise TypeError(
+            f"{_V3}: no argument is called {unknown[0]}; got {tuning[unknown[0]]!r}. Leave it out, "
+            "or correct its name"
+        )
     return ragged(
         _V3,
         _NAMES,
@@ -192,10 +195,13 @@ def ragged_paged_attention_hd64(
         ValueError, TypeError: as ``paged_attention``.
     """
     if queries.ndim != 3 or queries.shape[2] != 64:
-        raise shape_error(_HD64, "queries", "[num_tokens, num_q_heads, 64]", queries.shape)
+        remedy = f"Call {_V3} with heads of another size"
+        rule = "[num_tokens, num_q_heads, 64]"
+        raise shape_error(_HD64, "queries", rule, queries.shape, remedy)
     if kv_cache.ndim != 5 or kv_cache.shape[4] != 128:
         rule = "[num_pages, page_size, rows // packing, packing, 128]"
-        raise shape_error(_HD64, "kv_cache", rule, kv_cache.shape)
+        remedy = "A row is the K of a head, then its V"
+        raise shape_error(_HD64, "kv_cache", rule, kv_cache.shape, remedy)
     return ragged(
         _HD64,
         _NAMES,
@@ -286,9 +292,10 @@ def ragged_paged_attention_v2(
 
 def _scaled(q: jax.Array, sm_scale: jax.Array) -> jax.Array:
     if sm_scale.shape != ():
-        raise shape_error(_V2, "sm_scale", "[]", sm_scale.shape)
+        raise shape_error(_V2, "sm_scale", "[]", sm_scale.shape, "It is one number")
     if not jnp.issubdtype(sm_scale.dtype, jnp.floating):
-        raise dtype_error(_V2, "sm_scale", "a float dtype", sm_scale.dtype.name)
+        remedy = "Cast sm_scale to float32"
+        raise dtype_error(_V2, "sm_scale", "a float dtype", sm_scale.dtype.name, remedy)
     return (q.astype(jnp.float32) * sm_scale.astype(jnp.float32)).astype(q.dtype)
 
 
@@ -351,7 +358,8 @@ def sharded_ragged_paged_attention(
     if k.ndim == 3 and 0 < k.shape[1] < num_parts:
         if num_parts % k.shape[1] != 0:
             rule = f"divide or be a multiple of the {num_parts} devices that share the heads"
-            raise value_error(_SHARDED, "k's num_kv_heads", rule, k.shape[1])
+            remedy = "Give the mesh other numbers of devices along its axes of heads"
+            raise value_error(_SHARDED, "k's num_kv_heads", rule, k.shape[1], remedy)
         k, v = (jnp.repeat(x, num_parts // x.shape[1], axis=1) for x in (k, v))
     attend = ragged_paged_attention_hd64 if q.shape[-1] == 64 else ragged_paged_attention_v3
     rows, cache = PartitionSpec(data, heads), PartitionSpec(data, None, heads)
@@ -418,11 +426,13 @@ def kv_cache_update(
         jax.errors.JaxRuntimeError, or ValueError: as ``jax_frontend.kv_cache_update``.
     """
     if slices.ndim != 2 or slices.shape[0] != 3:
-        raise shape_error(_UPDATE, "slices", "[3, max_slices]", slices.shape)
+        remedy = "Its rows are places in the cache, places in new_kv, and numbers of rows"
+        raise shape_error(_UPDATE, "slices", "[3, max_slices]", slices.shape, remedy)
     if num_slices.shape != (1,):
-        raise shape_error(_UPDATE, "num_slices", "[1]", num_slices.shape)
+        raise shape_error(_UPDATE, "num_slices", "[1]", num_slices.shape, "It is one number")
     if mesh is not None and kv_cache_pspec is None:
-        raise value_error(_UPDATE, "kv_cache_pspec", "be given with mesh", None)
+        remedy = "Pass the partition of new_kv and kv_cache"
+        raise value_error(_UPDATE, "kv_cache_pspec", "be given with mesh", None, remedy)
     if dynamic_validate_inputs:
         _check_values(np.asarray(slices), int(num_slices[0]), new_kv, kv_cache, page_size)
     return _update(new_kv, slices, kv_cache, num_slices, mesh=mesh, spec=kv_cache_pspec)
@@ -480,26 +490,24 @@ def _check_values(
     """Raises ValueError for the first run that is wrong."""
     if not 0 <= num_slices <= slices.shape[1]:
         rule = f"be from 0 to the {slices.shape[1]} columns of slices"
-        raise value_error(_UPDATE, "num_slices", rule, num_slices)
+        raise value_error(_UPDATE, "num_slices", rule, num_slices, "It counts the runs")
     row, used = 0, np.zeros(len(kv_cache), bool)
     for i, (in_cache, first, length) in enumerate(slices[:, :num_slices].T.tolist()):
-        name = f"slices[:, {i}]"
-        got = [in_cache, first, length]
-        if not 1 <= length <= page_size:
-            raise value_error(_UPDATE, name, f"have 1 to page_size={page_size} rows", got)
-        if in_cache < 0 or in_cache + length > len(kv_cache):
-            raise value_error(_UPDATE, name, f"lie in the {len(kv_cache)} rows of kv_cache", got)
-        if in_cache // page_size != (in_cache + length - 1) // page_size:
-            raise value_error(_UPDATE, name, f"lie in one page of {page_size} rows", got)
-        if first < 0 or first + length > len(new_kv):
-            raise value_error(_UPDATE, name, f"lie in the {len(new_kv)} rows of new_kv", got)
-        if i > 0 and first != row:
-            raise value_error(
-                _UPDATE, name, f"begin at row {row} of new_kv, where the last ends", got
-            )
-        if used[in_cache : in_cache + length].any():
-            raise value_error(
-                _UPDATE, name, "name rows of the cache that no other slice names", got
-            )
+        page = in_cache // page_size
+        rules = {
+            f"have 1 to page_size={page_size} rows": 1 <= length <= page_size,
+            f"lie in the {len(kv_cache)} rows of kv_cache": 0 <= in_cache <= len(kv_cache) - length,
+            f"lie in one page of {page_size} rows": page == (in_cache + length - 1) // page_size,
+            f"lie in the {len(new_kv)} rows of new_kv": 0 <= first <= len(new_kv) - length,
+            f"begin at row {row} of new_kv, where the last ends": i == 0 or first == row,
+            "name rows of the cache that no other slice names": not used[
+                max(in_cache, 0) : max(in_cache + length, 0)
+            ].any(),
+        }
+        for rule, is_kept in rules.items():
+            if not is_kept:
+                got = [in_cache, first, length]
+                remedy = "These are its rows in the cache and in new_kv, and their number"
+                raise value_error(_UPDATE, f"slices[:, {i}]", rule, got, remedy)
         used[in_cache : in_cache + length] = True
         row = first + length

@@ -23,7 +23,8 @@ std::string Choice::Choose(const std::string& name) {
   }
   std::string list;
   for (const std::string& other : names_) list += (list.empty() ? "" : ", ") + other;
-  return StrCat(what_, " (", variable_, ") must be one of ", list, where_, "; got ", name);
+  return StrCat(what_, " (", variable_, ") must be one of ", list, where_, "; got ", name,
+                ". Unset it for ", names_[0]);
 }
 
 }  // namespace xla_gpu

@@ -55,8 +55,7 @@ def _result_types(*operands: Any, call: Call) -> list[Any]:
     mesh = next((x.sharding.mesh for x in operands if not x.sharding.mesh.empty), None)
     sizes = {} if mesh is None else dict(mesh.shape)
     axes_of_dims = [_axes_of_dims(call, x) for x in operands]
-    remedy = "jax.sharding.reshard it, or call the op in jax.shard_map"
-    specs = sharding.result_specs(call, axes_of_dims, sizes, remedy, _partition_spec)
+    specs = sharding.result_specs(call, axes_of_dims, sizes, _REMEDY, _partition_spec)
     mesh = mesh or operands[0].sharding.mesh
     return [
         operands[0].update(
@@ -69,11 +68,15 @@ def _result_types(*operands: Any, call: Call) -> list[Any]:
     ]
 
 
+_REMEDY = "Pass it through jax.sharding.reshard, or call the op in jax.shard_map"
+
+
 def _axes_of_dims(call: Call, operand: Any) -> tuple[tuple[str, ...], ...]:
     """The mesh axes that each dimension of an operand is sharded along."""
     spec = operand.sharding.spec
     if getattr(spec, "unreduced", None):
-        raise value_error(call.op, "each operand", "be reduced over every mesh axis", spec)
+        rule = "be reduced over every mesh axis"
+        raise value_error(call.op, "each operand", rule, spec, _REMEDY)
     return tuple(() if x is None else x if isinstance(x, tuple) else (x,) for x in spec)
 
 

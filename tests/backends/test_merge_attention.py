@@ -147,25 +147,28 @@ ONE_OUTPUT, ONE_LSE = np.ones((4, 2, 8), F32), np.ones((4, 2), F32)
 @pytest.mark.parametrize(
     ("outputs", "lses", "error", "message"),
     [
-        (None, [ONE_LSE], TypeError, "outputs must be an array; got None"),
-        ([ONE_OUTPUT], None, TypeError, "lses must be an array; got None"),
+        (None, [ONE_LSE], TypeError, "outputs must be an array; got None. It is not optional"),
+        ([ONE_OUTPUT], None, TypeError, "lses must be an array; got None. It is not optional"),
         (
             "ab",
             [ONE_LSE],
             TypeError,
-            "outputs must have type array, or be a sequence of arrays; got str 'ab'",
+            "outputs must have type array, or be a sequence of arrays; got str 'ab'. Pass what the "
+            "parts returned",
         ),
         (
             [ONE_OUTPUT],
             3,
             TypeError,
-            "lses must have type array, or be a sequence of arrays; got int 3",
+            "lses must have type array, or be a sequence of arrays; got int 3. Pass what the parts "
+            "returned",
         ),
         (
             [ONE_OUTPUT, None],
             [ONE_LSE] * 2,
             TypeError,
-            "outputs must have type array, or be a sequence of arrays; got NoneType None",
+            "outputs must have type array, or be a sequence of arrays; got NoneType None. Pass what "
+            "the parts returned",
         ),
         (
             [],
@@ -199,7 +202,7 @@ ONE_OUTPUT, ONE_LSE = np.ones((4, 2, 8), F32), np.ones((4, 2), F32)
             [ONE_OUTPUT.astype(I32)],
             [ONE_LSE],
             TypeError,
-            "outputs must have a floating-point dtype; got int32",
+            "outputs must have a floating-point dtype; got int32. Cast outputs to float32",
         ),
     ],
     ids=lambda x: str(x)[:20],

@@ -18,6 +18,12 @@ F32, F16, I32 = np.float32, np.float16, np.int32
 INT8_CACHE = {"kv_cache": np.zeros((4, 2, 4, 8), np.int8)}
 
 
+def assert_says(message: str, wanted: str) -> None:
+    """It has these words, and a remedy behind the value."""
+    assert wanted in message
+    assert ". " in message.partition("; got ")[2].partition("\n")[0], "no remedy"
+
+
 def ones(*shape: int, dtype: Any = F32) -> np.ndarray:
     return np.ones(shape, dtype)
 
@@ -96,7 +102,7 @@ STATIC = [
     ),
     bad_call(
         attention,
-        "query must have kv_cache's dtype float16; got float32: cast query, or make another cache",
+        "query must have kv_cache's dtype float16; got float32. Cast query to float16",
         kv_cache=ones(4, 2, 4, 8, dtype=F16),
     ),
     bad_call(
@@ -603,7 +609,7 @@ STATIC = [
     ),
     bad_call(
         update,
-        "key must have kv_cache's dtype float16; got float32: cast key, or make another cache",
+        "key must have kv_cache's dtype float16; got float32. Cast key to float16",
         kv_cache=ones(4, 2, 4, 8, dtype=F16),
     ),
     bad_call(
@@ -1125,7 +1131,8 @@ MISTAKES = [
     ),
     mistake(
         "varlen_attention",
-        "prefix_seqs must have shape [max_seqs=2]; got [3]",
+        "prefix_seqs must have shape [max_seqs=2]; got [3]. It has a number for each sequence, and "
+        "for those that pad",
         prefix_seqs=np.zeros(3, I32),
     ),
     mistake(
@@ -1173,7 +1180,9 @@ MISTAKES = [
     ),
     *(
         mistake(
-            "pad_batch", f"{name} must have {rule} for each sequence; got {got}", **{name: value}
+            "pad_batch",
+            f"{name} must have {rule} for each sequence; got {got}. Pass {rule} for each sequence",
+            **{name: value},
         )
         for name, rule, value, got in (
             ("tokens", "a list of integers", [1, 2], "int"),

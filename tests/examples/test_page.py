@@ -25,6 +25,7 @@ def test_a_report_in_dark_mode_and_on_a_phone(tmp_path: Path) -> None:
         summary="words " * 50,
         calls={"jax": {"operand " * 20 + "x" * 99: "1 times:"}},
         plots=[lambda axes: axes.set_title("of a plot")],
+        conversation=[("a list", "1. one\n2. two\n\n")],
     )
     report.to_html(tmp_path / "report.html")
     found = {}
@@ -35,6 +36,7 @@ def test_a_report_in_dark_mode_and_on_a_phone(tmp_path: Path) -> None:
             page = browser.new_page(viewport=size, color_scheme=scheme)
             page.goto((tmp_path / "report.html").as_uri())
             page.locator("summary").click()
+            assert page.inner_text("dd") == "1. one\n2. two"
             assert page.evaluate("document.documentElement.scrollWidth") <= 390
             parts = "[...document.querySelectorAll('dl, table, pre, p, section')]"
             assert page.evaluate(f"Math.max(...{parts}.map(x => x.scrollWidth))") <= 390

@@ -94,8 +94,8 @@ def test_a_request_longer_than_a_sequence_may_be_is_cut_and_counted() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"max_blocks_per_seq": 25}, "more blocks than the pool"),
-        ({"token_budget": 4}, "token budget"),
+        ({"max_blocks_per_seq": 25}, "max_blocks_per_seq must be at most num_blocks=24; got 25. "),
+        ({"token_budget": 4}, "^Limits: token_budget must be at least max_seqs=5; got 4. "),
         ({"max_seqs": 0}, "^Limits: max_seqs must be at least 1; got 0"),
         ({"block_size": 0}, "^Limits: block_size must be at least 1; got 0"),
         ({"num_blocks": -1}, "^Limits: num_blocks must be at least 1; got -1"),

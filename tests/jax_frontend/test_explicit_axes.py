@@ -41,45 +41,45 @@ def attend_many() -> Any:
     )
 
 
-REMEDY = " (jax.sharding.reshard it, or call the op in jax.shard_map)"
+REMEDY = ". Pass it through jax.sharding.reshard, or call the op in jax.shard_map"
 REFUSED = {
     "tokens": (
         partial(attend, P("b", "a"), P(None, None, "a")),
-        f"paged_attention: query must be sharded along dimension 1 alone, its heads{REMEDY}; got "
-        "PartitionSpec('b', 'a', None)",
+        f"paged_attention: query must be sharded along dimension 1 alone, its heads; got "
+        f"PartitionSpec('b', 'a', None){REMEDY}",
     ),
     "blocks": (
         partial(attend, P(None, "a"), P("b", None, "a")),
-        f"paged_attention: kv_cache must be sharded along dimension 2 alone, its heads{REMEDY}; got "
-        "PartitionSpec('b', None, 'a', None)",
+        f"paged_attention: kv_cache must be sharded along dimension 2 alone, its heads; got "
+        f"PartitionSpec('b', None, 'a', None){REMEDY}",
     ),
     "more devices than kv heads": (
         partial(attend, P(None, ("a", "b")), P(None, None, "a")),
-        "paged_attention: query must be sharded over a number of devices that divides 4 heads"
-        f"{REMEDY}; got PartitionSpec(None, ('a', 'b'), None), which is 8 devices",
+        "paged_attention: query must be sharded over a number of devices that divides 4 heads; "
+        f"got PartitionSpec(None, ('a', 'b'), None), which is 8 devices{REMEDY}",
     ),
     "two axes": (
         partial(attend, P(None, "b"), P(None, None, "a")),
         "paged_attention: kv_cache must be sharded along the mesh axes of the other operands' heads, "
-        f"['b']{REMEDY}; got PartitionSpec(None, None, 'a', None)",
+        f"['b']; got PartitionSpec(None, None, 'a', None){REMEDY}",
     ),
     "a layout whose heads cannot be shared": (
         partial(attend, P(None, "a"), P(), kv_layout="nb(2h)d"),
-        f"paged_attention: query must be replicated{REMEDY}; got PartitionSpec(None, 'a', None)",
+        f"paged_attention: query must be replicated; got PartitionSpec(None, 'a', None){REMEDY}",
     ),
     "new rows of a replicated cache": (
         partial(update, P(), P(None, "a")),
         "kv_cache_update: kv_cache must be sharded along dimension 2 by ['a'], as other heads are"
-        f"{REMEDY}; got PartitionSpec(None, None, None, None)",
+        f"; got PartitionSpec(None, None, None, None){REMEDY}",
     ),
     "an op without heads": (
         partial(add, P("a")),
-        f"simple_add: a must be replicated{REMEDY}; got PartitionSpec('a', None)",
+        f"simple_add: a must be replicated; got PartitionSpec('a', None){REMEDY}",
     ),
     "the mapped axis": (
         attend_many,
-        "paged_attention: query must be replicated along the axis that jax.vmap maps over (use "
-        "jax.shard_map there); got mesh axis 'a'",
+        "paged_attention: query must be replicated along the axis that jax.vmap maps over; got "
+        "mesh axis 'a'. Use jax.shard_map there",
     ),
 }
 

@@ -112,7 +112,7 @@ def test_integers_that_jax_would_truncate(slot: int) -> None:
     operands, _ = split(update(slot_mapping=np.array([3, slot, -1], np.int64)))
     message = (
         "^kv_cache_update: slot_mapping must hold integers that fit int32, as jax_enable_x64 is "
-        f"off; got {slot}$"
+        rf"off; got {slot}\. Correct it, or turn jax_enable_x64 on"
     )
     with pytest.raises(ValueError, match=message):
         jax_frontend.kv_cache_update(*operands)

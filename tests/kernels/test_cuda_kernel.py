@@ -628,7 +628,8 @@ def test_attention_begins_when_the_update_has_ended(context: int, each_kernel: G
 
 
 NO_CHOICE = (
-    "the choice of CUDA kernels (XLA_GPU_CUDA_KERNELS) must be one of by GPU, portable; got volta"
+    "the choice of CUDA kernels (XLA_GPU_CUDA_KERNELS) must be one of by GPU, portable; got volta. "
+    "Unset it for by GPU"
 )
 
 CHOICES = """

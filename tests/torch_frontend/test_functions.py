@@ -127,7 +127,7 @@ ATTENTION: list[tuple[str, Any, str]] = [
         r"context_lens must have type torch.Tensor; got tuple. Pass torch.tensor\(context_lens, "
         r"dtype=torch.int32\)",
     ),
-    ("query", None, "query must be an array; got None"),
+    ("query", None, "query must be an array; got None. It is not optional"),
     (
         "kv_cache",
         np.zeros(3),

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from shared_ffi import library_path
+from shared_ffi.spec import value_error
 from torch_frontend.operator.arguments import allocate, as_returned
 from torch_frontend.operator.define import COMPILED_OPS, Operator
 
@@ -93,10 +94,10 @@ def _refuse_functional(program: torch.export.ExportedProgram) -> None:
     for node in program.graph.nodes:
         op = node.args[0] if node.args else None
         if isinstance(op, torch._ops.OpOverload) and op.namespace == "xla_gpu":
-            raise ValueError(
-                "aoti_compile_and_package: exported_program must be as torch.export.export "
-                f"returned it; got one made functional, with {node.target} of {op}"
-            )
+            rule = "be as torch.export.export returned it"
+            got = f"one made functional, with {node.target} of {op}"
+            remedy = "Pass it without run_decompositions"
+            raise value_error("aoti_compile_and_package", "exported_program", rule, got, remedy)
 
 
 _is_tracing: ContextVar[bool] = ContextVar("_is_tracing", default=False)

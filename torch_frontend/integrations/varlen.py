@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from shared_ffi._native import Untraced
-from shared_ffi.spec import dtype_error, missing_error, shape_error, value_error
+from shared_ffi.spec import dtype_error, excess_error, missing_error, shape_error, value_error
 from torch_frontend.operator.arguments import array_spec
 from torch_frontend.operator.eager import check_fits
 from torch_frontend.paged_attention import LSE
@@ -48,7 +48,8 @@ def enable(device: str = "cpu") -> None:
             arguments that were not there in 2.15.
     """
     if device not in ("cpu", "cuda"):
-        raise value_error("varlen.enable", "device", "be 'cpu' or 'cuda'", repr(device))
+        remedy = "Call it once for each"
+        raise value_error("varlen.enable", "device", "be 'cpu' or 'cuda'", repr(device), remedy)
     if device in _libraries:
         return
     _check_version()
@@ -109,15 +110,17 @@ def _attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The output, and the log-sum-exp as PyTorch has it: ``[num_heads, num_tokens]``."""
     if num_splits not in (None, 1):
-        raise value_error(OP, "num_splits", "be None or 1", num_splits)
+        raise excess_error(OP, "num_splits", "be None or 1", num_splits)
     if block_table is not None:
         kv_layout = "nbhd"
         if seqused_k is None:
-            raise missing_error(OP, "seqused_k")
+            remedy = "With block_table it has the number of keys of each sequence"
+            raise missing_error(OP, "seqused_k", remedy)
     else:
         kv_layout = "nhd"  # blocks of one position
         if cu_seq_k is None:
-            raise missing_error(OP, "cu_seq_k")
+            remedy = "It has the first key of each sequence, then the end"
+            raise missing_error(OP, "cu_seq_k", remedy)
         if cu_seq_k.dtype != torch.int32:
             raise dtype_error(OP, "cu_seq_k", "dtype torch.int32", cu_seq_k.dtype)
         own = cu_seq_k.diff()
@@ -131,7 +134,8 @@ def _attention(
             # uses more than its own keys reads a block that is none, which gives NaN.
             block_table.masked_fill_(positions >= own[:, None], -1)
     if window_size is not None and len(window_size) != 2:
-        raise value_error(OP, "window_size", "have 2 numbers", list(window_size))
+        remedy = "They are left and right; -1 has no limit"
+        raise value_error(OP, "window_size", "have 2 numbers", list(window_size), remedy)
     left, right = (-1, -1) if window_size is None else window_size
     if is_causal:
         right = 0
@@ -158,13 +162,15 @@ def _attention(
 def _check_used(seqused_k: torch.Tensor, own: torch.Tensor) -> None:
     if seqused_k.shape != own.shape:
         rule = f"[num_seqs={len(own)}]"
-        raise shape_error(OP, "seqused_k", rule, seqused_k.shape)
+        remedy = "It has a number for each sequence of cu_seq_k"
+        raise shape_error(OP, "seqused_k", rule, seqused_k.shape, remedy)
     if seqused_k.device.type != "cpu":
         return
     for i, (used, count) in enumerate(zip(seqused_k.tolist(), own.tolist(), strict=True)):
         if used > count:
             rule = f"be at most the {count} keys that cu_seq_k gives the sequence"
-            raise value_error(OP, f"seqused_k[{i}]", rule, used)
+            remedy = "Correct one of the two"
+            raise value_error(OP, f"seqused_k[{i}]", rule, used, remedy)
 
 
 def _differentiate(

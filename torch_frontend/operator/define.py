@@ -199,7 +199,8 @@ class InPlaceOp:
         for name, tensor in self._targets(tensors).items():
             if tensor.is_neg():
                 rule = "not be a lazily negated view, as it is written to"
-                raise value_error(self._name, name, rule, "one (call resolve_neg)")
+                remedy = f"Pass {name}.resolve_neg(), and keep it"
+                raise value_error(self._name, name, rule, "one", remedy)
         if first.device.type == "xla":
             self.run_on_xla(*arguments, **keywords)
         else:
@@ -215,7 +216,7 @@ class InPlaceOp:
             base = target._base
             if base is not None and base.numel() < target.numel():
                 got = f"a view of {base.numel()} elements as {target.numel()}"
-                raise value_error(self._name, name, NO_OVERLAP, got)
+                raise value_error(self._name, name, NO_OVERLAP, got, "Make it without expand")
         if self._has_out:
             keywords.pop("out")
         else:

@@ -20,7 +20,7 @@ from torch_frontend.operator.arguments import ArgumentReader, as_returned, specs
 READERS: dict[str, ArgumentReader] = {}
 """By its name, each operator whose rule is not registered yet."""
 
-_REMEDY = "redistribute it, or call the op on local tensors"
+_REMEDY = "Redistribute it, or call the op on local tensors"
 
 
 def register(library: torch.library.Library) -> None:
@@ -57,11 +57,11 @@ def _run(
     shared = next((dims[dim] for _, dims, dim in heads if dim is not None and dims[dim]), ())
     for name, dims, dim in heads:
         if dim is not None and dims[dim] != shared:
-            rule = f"be sharded along dimension {dim}, as the other operands' heads are ({_REMEDY})"
-            raise value_error(call.op, name, rule, axes.show(dims))
+            rule = f"be sharded along dimension {dim}, as the other operands' heads are"
+            raise value_error(call.op, name, rule, axes.show(dims), _REMEDY)
     if (out := keywords.get("out")) is not None and axes.of("out", out) != results[0]:
         rule = f"be sharded as the result, {axes.show(results[0])}"
-        raise value_error(call.op, "out", rule, axes.show(axes.of("out", out)))
+        raise value_error(call.op, "out", rule, axes.show(axes.of("out", out)), _REMEDY)
 
     def local(x: Any) -> Any:
         return x.to_local() if isinstance(x, DTensor) else x
@@ -86,8 +86,8 @@ def refuse_dtensors(op: str, names: Sequence[str], tensors: Sequence[Any]) -> No
 
     for name, tensor in zip(names, tensors, strict=True):
         if isinstance(tensor, DTensor):
-            rule = "type torch.Tensor, as all devices need all of it (call full_tensor())"
-            raise dtype_error(op, name, rule, "DTensor")
+            rule = "type torch.Tensor, as all devices need all of it"
+            raise dtype_error(op, name, rule, "DTensor", f"Pass {name}.full_tensor()")
 
 
 def sharded_as(like: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
@@ -115,18 +115,19 @@ class _Axes:
         from torch.distributed.tensor import DTensor, Shard  # noqa: PLC0415  (see register)
 
         if not isinstance(tensor, DTensor):
-            rule = "type DTensor beside DTensors (distribute_tensor it with Replicate())"
-            raise dtype_error(self._op, name, rule, type(tensor).__name__)
+            rule, got = "type DTensor beside DTensors", type(tensor).__name__
+            remedy = "Pass it through distribute_tensor, with Replicate()"
+            raise dtype_error(self._op, name, rule, got, remedy)
         if tensor.device_mesh != self._mesh:
             rule = f"be on the first DTensor's mesh, {self._mesh}"
-            raise value_error(self._op, name, rule, tensor.device_mesh)
+            remedy = "Distribute all tensors over one mesh"
+            raise value_error(self._op, name, rule, tensor.device_mesh, remedy)
         dims: list[sharding.Axes] = [()] * tensor.ndim
         for axis, placement in zip(self.sizes, tensor.placements, strict=True):
             if type(placement) is Shard:
                 dims[placement.dim] += (axis,)
             elif not placement.is_replicate():
-                rule = f"be sharded or replicated ({_REMEDY})"
-                raise value_error(self._op, name, rule, placement)
+                raise value_error(self._op, name, "be sharded or replicated", placement, _REMEDY)
         return dims
 
     def placements(self, dims: Sequence[sharding.Axes], summed: sharding.Axes = ()) -> list[Any]:

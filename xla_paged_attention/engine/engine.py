@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shared_ffi.batch import Batch, check_sizes
+from shared_ffi.spec import dtype_error, value_error
 from xla_paged_attention.engine.runner import ModelRunner
 from xla_paged_attention.engine.scheduler import Arrival, Limits, Scheduler, Step
 
@@ -28,7 +29,7 @@ class Sampling:
 
     Raises:
         ValueError: a number is out of its range.
-        TypeError: ``max_new_tokens`` is no int.
+        TypeError: ``max_new_tokens`` is no int, or another one no number.
     """
 
     max_new_tokens: int = 64
@@ -38,12 +39,19 @@ class Sampling:
 
     def __post_init__(self) -> None:
         check_sizes("Sampling", least=1, max_new_tokens=self.max_new_tokens)
+        for name in ("temperature", "top_p"):
+            number = getattr(self, name)
+            if not isinstance(number, int | float | np.integer | np.floating):
+                raise dtype_error("Sampling", name, "type float", type(number).__name__)
         if not 0 <= self.temperature < np.inf:
-            raise ValueError(f"temperature must be 0 or a positive number; got {self.temperature}")
+            rule, remedy = "be 0 or a positive number", "0 always takes the most probable token"
+            raise value_error("Sampling", "temperature", rule, self.temperature, remedy)
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be more than 0 and at most 1; got {self.top_p}")
+            rule, remedy = "be more than 0 and at most 1", "1 samples from all tokens"
+            raise value_error("Sampling", "top_p", rule, self.top_p, remedy)
         if not hasattr(self.seed, "__index__") or self.seed < 0:
-            raise ValueError(f"seed must be an integer that is not negative; got {self.seed}")
+            rule, remedy = "be an integer that is not negative", "Leave it out for 0"
+            raise value_error("Sampling", "seed", rule, self.seed, remedy)
 
     @property
     def is_greedy(self) -> bool:
@@ -107,13 +115,17 @@ def check_lengths(prompts: Sequence[Sequence[int]], sampling: Sampling, limits: 
 
 def _check_length(i: int, prompt: Sequence[int], sampling: Sampling, limits: Limits) -> None:
     if not prompt:
-        raise ValueError(f"prompt {i} is empty")
+        remedy = "Begin it with the tokenizer's first token"
+        raise value_error("Engine", f"prompts[{i}]", "have a token at least", 0, remedy)
     total = len(prompt) + sampling.max_new_tokens
     if total > limits.max_tokens_per_seq:
-        raise ValueError(
-            f"prompt {i} has {len(prompt)} tokens, and {sampling.max_new_tokens} new ones make "
-            f"{total}; a sequence holds {limits.max_tokens_per_seq}: raise max_blocks_per_seq"
+        rule = (
+            f"fit the {limits.max_tokens_per_seq} tokens of a sequence, with "
+            f"max_new_tokens={sampling.max_new_tokens}"
         )
+        got = f"{len(prompt)} tokens, which make {total}"
+        remedy = "Raise max_blocks_per_seq, or shorten one of the two"
+        raise value_error("Engine", f"prompts[{i}]", rule, got, remedy)
 
 
 def warm_up(runner: ModelRunner, limits: Limits) -> float:
@@ -331,11 +343,13 @@ def choose(
     with np.errstate(invalid="ignore"):
         normalizer = np.logaddexp.reduce(wide)
     if not np.isfinite(normalizer):
-        raise ValueError(
-            f"the logits of request {request} for position {position} must be finite, or -inf for "
-            f"some tokens; got {np.isnan(wide).sum()} NaN, {np.isposinf(wide).sum()} inf and "
-            f"{np.isneginf(wide).sum()} -inf of {len(wide)}. Are all weights finite?"
+        name = f"the logits of request {request} for position {position}"
+        got = (
+            f"{np.isnan(wide).sum()} NaN, {np.isposinf(wide).sum()} inf and "
+            f"{np.isneginf(wide).sum()} -inf of {len(wide)}"
         )
+        rule, remedy = "be finite, or -inf for some tokens", "Are all weights finite?"
+        raise value_error("Engine", name, rule, got, remedy)
     if sampling.is_greedy:
         token = int(wide.argmax())
     else:

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shared_ffi.batch import Batch
+from shared_ffi.spec import value_error
 from xla_paged_attention.engine.llama_jax import Params, forward, new_caches
 from xla_paged_attention.engine.model import Config, Model
 from xla_paged_attention.engine.runner import ModelRunner
@@ -91,15 +92,14 @@ class JaxMeshRunner(JaxRunner):
         config, (self.replicas, num_parts) = model.config, shape
         devices = jax.devices()
         if self.replicas * num_parts != len(devices):
-            raise ValueError(
-                f"a mesh of {self.replicas} x {num_parts} devices must use all of them; JAX has "
-                f"{len(devices)} (JAX_NUM_CPU_DEVICES=n gives a CPU n of them)"
-            )
+            rule = f"have the {len(devices)} devices that JAX has"
+            got = f"{self.replicas} x {num_parts}"
+            remedy = "JAX_NUM_CPU_DEVICES=n gives a CPU n of them"
+            raise value_error("JaxMeshRunner", "shape", rule, got, remedy)
         if config.num_kv_heads % num_parts:
-            raise ValueError(
-                f"a mesh must share the model's {config.num_kv_heads} kv heads evenly; "
-                f"got {num_parts} devices for them"
-            )
+            rule = f"share the model's {config.num_kv_heads} kv heads evenly"
+            remedy = "Its second number divides them"
+            raise value_error("JaxMeshRunner", "shape", rule, num_parts, remedy)
         self._mesh = Mesh(np.array(devices).reshape(shape), (DATA, HEADS))
         self.params = {
             name: self._put(weight, _weight_spec(name, weight.shape, num_parts))

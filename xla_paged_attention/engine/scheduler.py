@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shared_ffi.batch import Batch, BlockPool, check_sizes, pad_batch
+from shared_ffi.spec import value_error
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,13 @@ class Limits:
         sizes = {name: value for name, value in vars(self).items() if name != "reserve"}
         check_sizes("Limits", least=1, **sizes)
         if self.max_blocks_per_seq > self.num_blocks:
-            raise ValueError("a sequence may not need more blocks than the pool has")
+            rule = f"be at most num_blocks={self.num_blocks}"
+            remedy = "Shorten the sequences, or enlarge the pool"
+            raise value_error("Limits", "max_blocks_per_seq", rule, self.max_blocks_per_seq, remedy)
         if self.token_budget < self.max_seqs:
-            raise ValueError("the token budget must give each running sequence a token")
+            rule = f"be at least max_seqs={self.max_seqs}"
+            remedy = "Each sequence that runs needs a token"
+            raise value_error("Limits", "token_budget", rule, self.token_budget, remedy)
 
     @property
     def max_tokens_per_seq(self) -> int:

@@ -206,7 +206,7 @@ def test_the_environment_chooses_the_instruction_set(value: str | None, program:
     if value == "mmx":
         error = (
             f"the CPU's instruction set (XLA_GPU_CPU_ISA) must be one of {', '.join(offered)} on "
-            "this processor; got mmx"
+            f"this processor; got mmx. Unset it for {offered[0]}"
         )
         assert in_python.stderr.endswith(f"ImportError: shared_ffi: {error}\n")
         assert errors == [f"{op}: {error}" for op in ops] and chosen == "unknown"

@@ -194,9 +194,9 @@ def refused():
             op(*operands, **options)
 
     q, c = on(1, query), on(2, cache)
-    where = "redistribute it, or call the op on local tensors"
-    fails(rf"^paged_attention: query must be sharded along dimension 1 alone, its heads "
-          rf"\\({where}\\); got \\[Shard\\(dim=2\\)\\]", on(2, query), c, *whole, 0.25)
+    where = "Redistribute it, or call the op on local tensors"
+    fails(rf"^paged_attention: query must be sharded along dimension 1 alone, its heads"
+          rf"; got \\[Shard\\(dim=2\\)\\]. {where}", on(2, query), c, *whole, 0.25)
     fails("^paged_attention: query must be sharded along dimension 1, as the other",
           on(None, query), c, *whole, 0.25)
     fails("^paged_attention: kv_cache must be sharded along dimension 2, as the other",

@@ -105,7 +105,10 @@ def mask(
     if facts is not None and attention_mask is not None:
         is_token = attention_mask[:, kv_offset : kv_offset + end].bool()
         if (is_token[:, :-1] & ~is_token[:, 1:]).any():
-            raise NotImplementedError(f"{NAME}: padding must come first; set padding_side='left'")
+            raise NotImplementedError(
+                f"{NAME}: padding must come first; got some after a token. Set the tokenizer's "
+                "padding_side='left'"
+            )
         bounds[:, 0] = end - is_token.sum(1)
     if facts is not None and facts.images is not None:
         images = facts.images[:, kv_offset : kv_offset + end].to(device)
@@ -137,7 +140,10 @@ def _image_ranges(images: torch.Tensor) -> torch.Tensor:
     is_new = torch.ones_like(begins)
     is_new[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
     if ((begins & (images >= 0)).sum(1) != (is_new & (ordered >= 0)).sum(1)).any():
-        raise NotImplementedError(f"{NAME}: the tokens of an image must lie side by side")
+        raise NotImplementedError(
+            f"{NAME}: the tokens of an image must lie side by side; got others between them. Pack "
+            "the images of a prompt one after another"
+        )
     first = torch.where(begins, positions, 0).cummax(1).values
     ends = torch.ones_like(begins)
     ends[:, :-1] = begins[:, 1:]

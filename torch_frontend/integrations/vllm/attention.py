@@ -18,7 +18,6 @@ from torch_frontend.integrations.vllm.names import (
     DTYPES_WITH_SCALES,
     FP8_DTYPES,
     OPS,
-    REMEDY,
     SCALE_BYTES,
     unsupported,
 )
@@ -184,7 +183,7 @@ class LayerAttention(_ImplBase):
         if chunk_lookback != -1:
             others = {"chunk_lookback": chunk_lookback, **others}
         for name, given in others.items():
-            raise unsupported(f"{name}={given!r}", REMEDY)
+            raise unsupported(f"{name}={given!r}")
         backend: Any = self._backend
         if not backend.supports_attn_type(attn_type):
             raise unsupported(f"attention type {attn_type}")

@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from torch_frontend.integrations.vllm.names import LATENT_NAME, NAME, NAMES
+from torch_frontend.integrations.vllm.names import LATENT_NAME, NAME, NAMES, REMEDY
 
 
 def accept_names_on_cpu() -> None:
@@ -31,11 +31,14 @@ def accept_names_on_cpu() -> None:
             return choose_upstream.__func__(cls, selected_backend, attn_selector_config, num_heads)
         if attn_selector_config.use_mla:
             selected_backend = AttentionBackendEnum[LATENT_NAME]
-        reasons = selected_backend.get_class().validate_configuration(
-            device_capability=None, **attn_selector_config._asdict()
-        )
+        backend, given = selected_backend.get_class(), attn_selector_config._asdict()
+        reasons = backend.validate_configuration(device_capability=None, **given)
         if reasons:
-            raise ValueError(f"{NAME}: not for this model: {', '.join(reasons)}")
+            named = [f"{x}={y}" for x, y in given.items() if f"{x} not supported" in reasons]
+            got = f"; got {', '.join(named)}" if named else ""
+            if "kv_cache_dtype not supported" in reasons:
+                got += f"; kv_cache_dtype may be {', '.join(backend.supported_kv_cache_dtypes)}"
+            raise ValueError(f"{NAME}: not for this model: {', '.join(reasons)}{got}{REMEDY}")
         return selected_backend.get_path()
 
     @functools.wraps(configure_upstream)

@@ -124,7 +124,7 @@ class XlaGpuMetadataBuilder(_MetadataBuilder):
         # Chunks are made by builders that vLLM derives from this one.
         is_chunked = type(spec) is ChunkedLocalAttentionSpec
         if type(spec) not in self._specs or (is_chunked and type(self) is XlaGpuMetadataBuilder):
-            raise unsupported(f"a {type(spec).__name__}", REMEDY)
+            raise unsupported(f"a {type(spec).__name__}")
         value = self._head_size_v()
         if spec.head_size_v != value or spec.tokens_per_state != 1:
             raise NotImplementedError(
@@ -137,7 +137,7 @@ class XlaGpuMetadataBuilder(_MetadataBuilder):
             layer = self.vllm_config.compilation_config.static_forward_context.get(name)
             for attribute in _REFUSED_OF_LAYERS:
                 if getattr(layer, attribute, None) is not None:
-                    raise unsupported(f"{attribute} of the layer {name}", REMEDY)
+                    raise unsupported(f"{attribute} of the layer {name}")
 
     def _head_size_v(self) -> int:
         """What vLLM's description of the cache must say."""
@@ -189,7 +189,7 @@ class XlaGpuMetadataBuilder(_MetadataBuilder):
         common = common_attn_metadata
         for name in _REFUSED_FIELDS:
             if getattr(common, name) is not None:
-                raise unsupported(name, REMEDY)
+                raise unsupported(name)
         causal, causal_seqs = common.causal, None
         if isinstance(causal, torch.Tensor):
             causal_seqs = self._copied("causal", causal, self._max_seqs)

@@ -26,9 +26,9 @@ DTYPES_WITH_SCALES = {
 }
 
 
-def unsupported(what: str, remedy: str = "") -> NotImplementedError:
+def unsupported(what: str) -> NotImplementedError:
     """The error that says so."""
-    return NotImplementedError(f"{NAME}: {what} is not supported{remedy}")
+    return NotImplementedError(f"{NAME}: {what} is not supported{REMEDY}")
 
 
 def description(device: torch.device) -> str:

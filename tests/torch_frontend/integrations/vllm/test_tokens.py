@@ -316,7 +316,8 @@ def test_the_page_names_the_models() -> None:
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_chosen_positions_are_refused(kind: str, checkpoint: Any, serve: Any) -> None:
-    with pytest.raises(ValueError, match="^xla_gpu: not for this model: sparse not supported"):
+    message = f"^xla_gpu: not for this model: sparse not supported{REMEDY}"
+    with pytest.raises(ValueError, match=message):
         serve(checkpoint(kind))
 
 
@@ -609,7 +610,9 @@ def test_sinks() -> None:
 def test_a_cache_that_is_not_supported(
     family: str, dtype: str, checkpoint: Any, serve: Any
 ) -> None:
-    with pytest.raises(Exception, match="xla_gpu: .*kv_cache_dtype .*not supported"):
+    named = f"not supported; got kv_cache_dtype={dtype}; kv_cache_dtype may be auto, "
+    message = f"xla_gpu: .*kv_cache_dtype ({dtype} not supported for|{named}).*{REMEDY}"
+    with pytest.raises(Exception, match=message):
         serve(checkpoint(family), kv_cache_dtype=dtype)
 
 
