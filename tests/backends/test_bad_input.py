@@ -20,7 +20,15 @@ from shared_ffi import kv_cache_update, paged_attention
 from shared_ffi.spec import NO_OVERLAP
 from shared_ffi.xla import runtimes
 from tests.cases.all import SAMPLED_CASES, UPDATE_CASES
-from tests.cases.bad_calls import DYNAMIC, FUNCTIONS, MISTAKES, STATIC, BadCall, Mistake
+from tests.cases.bad_calls import (
+    DYNAMIC,
+    FUNCTIONS,
+    MISTAKES,
+    STATIC,
+    BadCall,
+    Mistake,
+    assert_says,
+)
 from tests.cases.sound_calls import SOUND, attention, rotated_update, split, update
 from tests.support import backends
 

@@ -30,8 +30,8 @@ from jax_frontend.compat import (
     tpu_inference,
     vllm_jax,
 )
+from tests.cases.bad_calls import assert_says
 from tests.support.backends import JAX_ERRORS
-from tests.support.bad_calls import assert_says
 from tests.support.tpu_calls import KV_LENS, MAX_SEQS, PAGE_SIZE, inputs, oracle
 
 ROOT = Path(__file__).parents[2]
