@@ -109,8 +109,8 @@ def test_the_server_uses_our_attention(server: Server) -> None:
     assert attention.ask(server.url) == [name]
     assert sum(line.endswith(f"] attention: {name}") for line in server.lines()) == 1
     (ready,) = [line for line in server.lines() if " is ready after " in line]
-    begin, end = re.split(r"\d+", ready.removeprefix(f"{PROG}: {server.url}"), maxsplit=1)
-    assert (begin, end) == ("/v1 is ready after ", f" s, attention: {name}")
+    begin, end = f"{PROG}: {server.url}/v1 is ready after ", f" s, attention: {name}"
+    assert re.fullmatch(rf"{re.escape(begin)}\d+{re.escape(end)}", ready)
 
 
 def test_the_server_warns_of_no_conversion(server: Server) -> None:
