@@ -13,7 +13,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard cmake/*) $(shell find shared
 CPU_ONLY := $$([ -e $(VENV)/installed ] || echo \
 	--config-settings=build-dir=build/cpu-only --config-settings=cmake.define.XLA_GPU_CUDA=OFF)
 
-.PHONY: demo help quick check test test-all lint docs bench gpu-check fuzz release-check clean
+.PHONY: demo help quick check test test-all lint docs bench gpu-check fuzz release-check arm clean
 
 demo: export MPLCONFIGDIR := build/cache/matplotlib
 demo: $(VENV)/installed  ## a real model's answers, then a request trace, through several backends
@@ -82,6 +82,10 @@ fuzz: $(VENV)/installed  ## valid and corrupt calls at random, through every bac
 # GPUS=all: with CUDA kernels, as the release has them. A tag is all that is left then: CONTRIBUTING.md.
 release-check: $(VENV)/installed  ## a rehearsal of the release: builds, checks, fresh environments, sizes
 	$(BIN)/python -m tests.support.release $(if $(GPUS),--gpus '$(GPUS)')
+
+# What it needs is unpacked in build/aarch64.
+arm: $(VENV)/installed  ## the CPU kernels for aarch64, on an emulated processor, alone and in JAX
+	$(BIN)/python -m pytest -n 0 -rP --all tests/kernels/test_aarch64.py
 
 clean:  ## removes the builds and the environments
 	rm -rf build $(VENV) $(VENV)-docs $(VENV)-vllm

@@ -88,7 +88,7 @@ def test_block_runs(block: str, tmp_path: Path) -> None:
             metadata.version(library)
         except metadata.PackageNotFoundError:
             pytest.skip(f"{library} is optional: pip install 'xla-paged-attention[{library}]'")
-    for library in ("vllm", "flax"):
+    for library in ("vllm", "flax", "torch.nn.attention.varlen"):
         if f"from {library} import" in block and not importlib.util.find_spec(library):
             pytest.skip(f"{library} is optional")
     if "\ndef test_" in block:

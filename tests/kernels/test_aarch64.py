@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import struct
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from elftools.elf.elffile import ELFFile
 
+import shared_ffi
 from harness import reference
 from harness.compare import assert_close_on_cpu, assert_same_bits
 from shared_ffi.spec import Call
 from tests.cases.all import CASES, UPDATE_CASES
 from tests.cases.case import Case
 from tests.support import native
+from tests.support.aarch64 import machine
 from tests.support.aarch64.program import compile_objects, compile_program, run_program
 from tests.support.calls import checked_call, in_place, numbers, results_of
 
@@ -105,3 +110,79 @@ def test_handlers_on_aarch64(options: list[object], tmp_path: Path) -> None:
             assert_close_on_cpu(result, inputs, attributes)
         else:
             assert_same_bits(result, reference.kv_cache_update(*inputs, **attributes))
+
+
+# The machine is made first: a build of minutes, and half a gigabyte to download.
+@pytest.mark.nightly
+def test_the_step_of_the_readme_on_an_emulated_machine() -> None:
+    """With JAX's own wheels for Arm."""
+    readme = (native.ROOT / "README.md").read_text()
+    (step,) = re.findall(r"## JAX\n.*?```python\n(.*?)```", readme, re.S)
+    error = "print('largest error:', abs(output - dense).max())"
+    script = f"import platform; print(platform.machine())\n{step}\n{error}"
+    assert printed(script)[:2] == ["aarch64", "as dense attention: True"]
+
+
+@pytest.mark.nightly
+def test_a_part_of_the_cases_in_jax_on_an_emulated_machine() -> None:
+    script = "from tests.support.aarch64 import jax_cases; print('cases:', jax_cases.run())"
+    assert printed(script) == ["cases: 20"]
+
+
+def printed(script: str) -> list[str]:
+    """By Python on the emulated machine."""
+    start = time.monotonic()
+    outcome = machine.run(script)
+    print(outcome.stdout, f"{time.monotonic() - start:.0f} s")
+    assert outcome.returncode == 0, outcome.stderr
+    return outcome.stdout.splitlines()
+
+
+@pytest.mark.nightly  # compiles for minutes
+def test_a_library_with_cuda_kernels_for_arm() -> None:
+    """It exports what the one here exports, needs none of CUDA's, and has its handlers on the
+    emulated machine."""
+    folder = machine.build_cuda(
+        "cuda-120",
+        "handlers",
+        "-DXLA_GPU_ARCHITECTURES=120-real",
+        "-DXLA_GPU_TENSOR_CORE_TYPES=BFloat16",
+        "-DXLA_GPU_HEAD_SIZES=128",
+        "-DXLA_GPU_HEAD_SIZES_OF_8_BITS=128",
+        "-DXLA_GPU_CUDA_CORE_COLUMNS=18",
+    )
+    path = folder / "libxla_paged_attention.so"
+    assert exported(path) >= exported(Path(shared_ffi.library_path()))
+    with ELFFile.load_from_path(path) as library:
+        assert library["e_machine"] == "EM_AARCH64"
+        dynamic = library.get_section_by_name(".dynamic")
+        needed = {tag.needed for tag in dynamic.iter_tags("DT_NEEDED")}
+    assert needed == {"libstdc++.so.6", "libm.so.6", "libgcc_s.so.1", "libc.so.6"}
+    script = f"""import ctypes
+handler = ctypes.CDLL({str(path)!r}).xla_gpu_handler
+handler.restype = ctypes.c_void_p
+print([bool(handler(x, b"xla_gpu_paged_attention")) for x in (b"cpu", b"cuda", b"tpu")])"""
+    assert printed(script) == ["[True, True, False]"]
+
+
+@pytest.mark.nightly
+def test_wheels_for_arm_have_code_for_the_gpus_beside_such_processors() -> None:
+    """For compute capability 9.0, 10.0 and 12.0, and PTX for others. 12.1 runs the code of 12.0, whose
+    name has no letter."""
+    unit = "shared_ffi/csrc/CMakeFiles/cuda.dir/simple_add/cuda.cu.o"
+    folder = machine.build_cuda("cuda-all", unit, "-DXLA_GPU_ARCHITECTURES=all")
+    report = (folder / f"{unit}.ptxas").read_text()
+    assert {*re.findall(r"for 'sm_(\w+)'", report)} == {"90a", "100", "120"}
+    settings = (folder / "build.ninja").read_text()
+    assert {*re.findall(r"code=\[(compute_\w+)", settings)} == {"compute_100"}
+
+
+def exported(path: Path) -> set[str]:
+    """The symbols that a library defines for others."""
+    with ELFFile.load_from_path(path) as library:
+        symbols = [*library.get_section_by_name(".dynsym").iter_symbols()]
+    return {
+        symbol.name
+        for symbol in symbols
+        if symbol["st_shndx"] != "SHN_UNDEF" and symbol["st_info"]["bind"] == "STB_GLOBAL"
+    }

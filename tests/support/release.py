@@ -154,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"| {tried.printed.strip()} |",
             flush=True,
         )
-    for version in {*PYTHONS} - {*pythons}:
+    for version in [x for x in PYTHONS if x not in pythons]:
         print(f"| {version} | not tried: this machine does not have it | | | |")
     version = PROJECT["project"]["version"]
     print(f"\nWhat is left: git tag v{version} && git push origin v{version} (CONTRIBUTING.md).")
