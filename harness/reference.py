@@ -328,11 +328,32 @@ def kv_cache_update(
     positions: Any = None,
     cos_sin_cache: Any = None,
     interleaved: bool = False,
+    q_norm: Any = None,
+    k_norm: Any = None,
+    norm_eps: float = 0.0,
+    norm_offset: int = 0,
+    norm_after_rope: bool = False,
+    v_norm: bool = False,
+    norm_round_first: bool = False,
 ) -> Any:
-    """Returns the updated cache or caches, then the scales that the call makes, then the rotated
-    query. The arguments keep their values."""
-    if positions is not None:
-        key = _rotated(key, positions, cos_sin_cache, interleaved=interleaved)
+    """Returns the updated cache or caches, then the scales that the call makes, then the new query.
+    The arguments keep their values."""
+
+    def changed(rows: Any, weight: Any) -> Any:
+        def normalized(rows: Any) -> Any:
+            if weight is None:
+                return rows
+            return _normalized(rows, weight, norm_eps, norm_offset, rounds_first=norm_round_first)
+
+        if positions is None:
+            return normalized(rows)
+        rows = rows if norm_after_rope else normalized(rows)
+        rows = _rotated(rows, positions, cos_sin_cache, interleaved=interleaved)
+        return normalized(rows) if norm_after_rope else rows
+
+    key = changed(key, k_norm)
+    if v_norm:
+        value = _normalized(value, np.ones(value.shape[2], np.float32), norm_eps)
     caches = (kv_cache,) if value_cache is None else (kv_cache, value_cache)
     dtypes = ["int4" if cache.dtype == np.uint8 else cache.dtype.name for cache in caches]
     key, value = unpacked(key), unpacked(value)
@@ -365,7 +386,10 @@ def kv_cache_update(
     )
     results += tuple(x for x in made if x is not None)
     if query is not None:
-        results += (_rotated(query, positions, cos_sin_cache, interleaved=interleaved),)
+        new = changed(query, q_norm)
+        if positions is not None:  # a token without a row keeps its query
+            new = np.where(have_rows(positions, cos_sin_cache)[:, None, None], new, query)
+        results += (new,)
     return results[0] if len(results) == 1 else results
 
 
@@ -395,6 +419,49 @@ def _rotated(rows: Any, positions: Any, cos_sin_cache: Any, *, interleaved: bool
             turned = np.array([x_cos - y_sin, y_cos + x_sin], np.float32).T
             rotated[token][:, pair] = turned.astype(rotated.dtype)
     return rotated
+
+
+def _normalized(
+    rows: Any, weight: Any, eps: float, offset: int = 0, *, rounds_first: bool = False
+) -> np.ndarray:
+    """Rows of tokens after an RMS norm of each head, or of all heads if they have weights each.
+    Every operation is rounded to float32, as in the sums, whose order is a part of the result."""
+    numbers, weight = np.asarray(rows, np.float32), np.asarray(weight, np.float32)
+    together = numbers.reshape(*numbers.shape[: 3 - weight.ndim], weight.size)
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        sums = _sum_in_order(together * together)
+        inverse = np.float32(1) / np.sqrt(sums / np.float32(together.shape[-1]) + np.float32(eps))
+        scaled = numbers * inverse.reshape(*inverse.shape, *[1] * (3 - inverse.ndim))
+        if rounds_first:
+            scaled = scaled.astype(rows.dtype).astype(np.float32)
+        return (scaled * (np.float32(1) + weight if offset else weight)).astype(rows.dtype)
+
+
+def _sum_in_order(numbers: np.ndarray) -> np.ndarray:
+    """Sums of float32 numbers over the last dimension, in PyTorch's order on x86: 32 chains, in
+    which sums of 16 numbers are added up, and sums of 16 such sums; then the chains."""
+    count = numbers.shape[-1]
+    whole, of_lanes = count // 32 * 32, count // 8 * 8
+    rows = numbers[..., :whole].reshape(*numbers.shape[:-1], whole // 32, 32)
+    levels = [np.zeros((*numbers.shape[:-1], 32), np.float32) for _ in range(3)]
+    for i in range(whole // 32):
+        levels[0] = levels[0] + rows[..., i, :]
+        for level in (1, 2):
+            if (i + 1) % 16**level == 0:
+                levels[level] = levels[level] + levels[level - 1]
+                levels[level - 1] = np.zeros_like(levels[0])
+    chains = (levels[0] + levels[1]) + levels[2]
+    for i in range(whole, of_lanes, 8):
+        chains[..., :8] += numbers[..., i : i + 8]
+    total = np.zeros(numbers.shape[:-1], np.float32)
+    for i in range(of_lanes, count):
+        total = total + numbers[..., i]
+    for lane in range(8):
+        of_lane = chains[..., lane]
+        for chain in (lane + 8, lane + 16, lane + 24):
+            of_lane = of_lane + chains[..., chain]
+        total = total + of_lane
+    return total
 
 
 def simple_add(a: Any, b: Any) -> np.ndarray:

@@ -19,6 +19,13 @@ class _Options(TypedDict, total=False):
     positions: jax.Array | None
     cos_sin_cache: jax.Array | None
     interleaved: bool
+    q_norm: jax.Array | None
+    k_norm: jax.Array | None
+    norm_eps: float | None
+    norm_offset: int
+    norm_after_rope: bool
+    v_norm: bool
+    norm_round_first: bool
 
 
 @overload
@@ -67,11 +74,19 @@ def kv_cache_update(
     positions: jax.Array | None = None,
     cos_sin_cache: jax.Array | None = None,
     interleaved: bool = False,
+    q_norm: jax.Array | None = None,
+    k_norm: jax.Array | None = None,
+    norm_eps: float | None = None,
+    norm_offset: int = 0,
+    norm_after_rope: bool = False,
+    v_norm: bool = False,
+    norm_round_first: bool = False,
 ) -> jax.Array | tuple[jax.Array, ...]:
     """Writes the keys and values of new tokens into their slots of a paged cache.
 
     With ``positions`` and ``cos_sin_cache`` it rotates the keys before (rotary position embedding),
-    and the queries, if they are given. With ``k_scale_cache`` and ``v_scale_cache`` it makes the
+    and the queries, if they are given. With ``k_norm``, ``q_norm`` and ``v_norm`` it normalizes
+    keys, queries and values (RMS norm). With ``k_scale_cache`` and ``v_scale_cache`` it makes the
     scales of a cache of 8 or 4 bits.
 
     The result takes the place of ``kv_cache``. Under ``jax.jit(..., donate_argnums=...)`` it also
@@ -117,9 +132,9 @@ def kv_cache_update(
             A row of zeros has the scale 0. A row with NaN or an infinity has the scale NaN, and
             zeros in the cache, so that all of it is NaN when it is read. Padding has no scale.
         v_scale_cache: the same for the values.
-        query: ``[num_tokens, num_heads, head_size]``, dtype of ``key``, with ``cos_sin_cache``
-            only: the queries to be rotated. num_heads is a multiple of num_kv_heads. Donated, its
-            memory is that of the rotated queries.
+        query: ``[num_tokens, num_heads, head_size]``, dtype of ``key``, with ``cos_sin_cache`` or
+            ``q_norm`` only: the queries to be rotated or normalized. num_heads is a multiple of
+            num_kv_heads. Donated, its memory is that of the new queries.
         positions: ``[num_tokens]``, int32 or int64: the row of ``cos_sin_cache`` for each token.
         cos_sin_cache: ``[max_positions, rotary_dim]``, float32 or dtype of ``key``: the cosines of
             a position's angles, then as many sines. rotary_dim is even and at most head_size: the
@@ -128,11 +143,27 @@ def kv_cache_update(
             then written as any other. None: nothing is rotated. Not where V is a part of K.
         interleaved: which numbers are a pair. False: i and i + rotary_dim / 2, as in GPT-NeoX and
             Llama. True: 2i and 2i + 1, as in GPT-J.
+        q_norm: ``[head_size]``, float32 or dtype of ``key``: the weights of the norm of queries. A
+            head x becomes ``x / sqrt(mean(x * x) + norm_eps) * q_norm``, computed in float32 and
+            rounded once to the dtype of ``key``. The weights of a norm that has none are ones.
+            ``[num_heads, head_size]``: all heads of a token are normalized together, the mean is
+            that of all of them, and devices cannot share the heads. None: queries have no norm.
+            Not where V is a part of K.
+        k_norm: the same for keys, ``[head_size]`` or ``[num_kv_heads, head_size]``.
+        norm_eps: what is added to the mean, at least 0. Given with norms, and only then.
+        norm_offset: 1 if a norm multiplies by ``1 + q_norm`` and ``1 + k_norm``, as in Gemma 3, or
+            0.
+        norm_after_rope: whether heads are rotated before they are normalized. Not with weights for
+            all heads.
+        v_norm: whether the values are normalized, each head alone and without weights, as in
+            Gemma 4.
+        norm_round_first: whether a head is rounded to the dtype of ``key`` before the
+            multiplication with weights, and again after it, as in Qwen3.
 
     Returns:
         The updated cache, shape and dtype of ``kv_cache``. With ``value_cache``, ``k_scale_cache``,
         ``v_scale_cache`` or ``query`` a tuple: the updated ``kv_cache``, then what these became, in
-        this order. The query of a token with a negative slot is rotated, too.
+        this order. The query of a token with a negative slot is rotated and normalized, too.
 
     Raises:
         ValueError: a shape is wrong, or an argument is given that needs another one.
@@ -152,6 +183,7 @@ def kv_cache_update(
     Reference:
         Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding",
         arXiv:2104.09864. The order of ``cos_sin_cache`` is that of vLLM and FlashInfer.
+        Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv:1910.07467.
     """
     arrays = _call.Arrays(op.OP, op.check)
     call = op.check(
@@ -166,9 +198,20 @@ def kv_cache_update(
             query=query,
             positions=positions,
         ),
-        **arrays.float32(k_scale=k_scale, v_scale=v_scale, cos_sin_cache=cos_sin_cache),
+        **arrays.float32(
+            k_scale=k_scale,
+            v_scale=v_scale,
+            cos_sin_cache=cos_sin_cache,
+            q_norm=q_norm,
+            k_norm=k_norm,
+        ),
         kv_layout=kv_layout,
         interleaved=interleaved,
+        norm_eps=norm_eps,
+        norm_offset=norm_offset,
+        norm_after_rope=norm_after_rope,
+        v_norm=v_norm,
+        norm_round_first=norm_round_first,
     )
     updated = arrays.call(call)
     return updated[0] if len(updated) == 1 else updated

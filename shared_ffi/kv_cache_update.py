@@ -9,6 +9,7 @@ import numpy as np
 from shared_ffi import _native, token_rows
 from shared_ffi import kv_cache as _kv_cache
 from shared_ffi import kv_layout as _kv_layout
+from shared_ffi import norms as _norms
 from shared_ffi.spec import (
     CACHE_DTYPES,
     STORAGE_DTYPES,
@@ -53,6 +54,13 @@ def check(
     positions: ArraySpec | None = None,
     cos_sin_cache: ArraySpec | None = None,
     interleaved: bool = False,
+    q_norm: ArraySpec | None = None,
+    k_norm: ArraySpec | None = None,
+    norm_eps: float | None = None,
+    norm_offset: int = 0,
+    norm_after_rope: bool = False,
+    v_norm: bool = False,
+    norm_round_first: bool = False,
 ) -> Call:
     """Returns the in-place call, or raises ValueError (shape) or TypeError (dtype)."""
     remedy = "kv_cache comes first, then key" if len(kv_cache.shape) == 3 < len(key.shape) else ""
@@ -115,19 +123,27 @@ def check(
     of_tokens = [("num_tokens", num_tokens)]
     remedy = "It has a slot for each token of key"
     check_array(OP, "slot_mapping", slot_mapping, of_tokens, "int32 or int64", remedy)
-    rotary = {"query": query, "positions": positions, "cos_sin_cache": cos_sin_cache}
+    rotary = {"positions": positions, "cos_sin_cache": cos_sin_cache}
     interleaved = flag(OP, "interleaved", interleaved)
+    if query is not None and cos_sin_cache is None and q_norm is None:
+        raise excess_error(OP, "query", "be None without cos_sin_cache and q_norm", query)
     if any(array is not None for array in rotary.values()) or interleaved:
         _check_rotary(key, **rotary, interleaved=interleaved, is_latent=is_latent)
     if query is not None:
+        _check_query(query, key)
         operands.add_feature("query", token_rows.as_operand(query), 1)
         if query.strides is not None:
             operands.attributes.append(("query_heads", np.int64(query.shape[1])))
-    for name in ("positions", "cos_sin_cache"):
-        if (array := rotary[name]) is not None:
+    for name, array in rotary.items():
+        if array is not None:
             operands.add_feature(name, array, None)
     if interleaved:
         operands.attributes.append(("interleaved", np.int64(1)))
+    norms = _norms.Norms(
+        q_norm, k_norm, norm_eps, norm_offset, norm_after_rope, v_norm, norm_round_first
+    )
+    is_rotated = cos_sin_cache is not None
+    _norms.add(OP, operands, norms, key, query, is_rotated=is_rotated, is_latent=is_latent)
     written = [i for i, name in enumerate(operands.names) if name in WRITTEN]
     return Call(
         OP,
@@ -138,14 +154,15 @@ def check(
         results=tuple(operands.specs[operand] for operand in written),
         attributes=tuple(operands.attributes),
         aliases=tuple((operand, result) for result, operand in enumerate(written)),
-        num_shared_heads=_num_shared_heads(key, value, query, cache),
+        num_shared_heads=(
+            0 if norms.are_over_heads else _num_shared_heads(key, value, query, cache)
+        ),
         head_dims=(*operands.head_dims, *(operands.head_dims[operand] for operand in written)),
     )
 
 
 def _check_rotary(
     key: ArraySpec,
-    query: ArraySpec | None,
     positions: ArraySpec | None,
     cos_sin_cache: ArraySpec | None,
     *,
@@ -154,10 +171,9 @@ def _check_rotary(
 ) -> None:
     """Checks the arguments of the rotary embedding, of which there is at least one."""
     if cos_sin_cache is None:
-        name, array = ("query", query) if query is not None else ("positions", positions)
-        if array is None:
+        if positions is None:
             raise excess_error(OP, "interleaved", "be False without cos_sin_cache", interleaved)
-        raise excess_error(OP, name, "be None without cos_sin_cache", array)
+        raise excess_error(OP, "positions", "be None without cos_sin_cache", positions)
     if positions is None:
         remedy = "Pass the position of each token, as pad_batch makes it"
         raise value_error(OP, "positions", "be given with cos_sin_cache", None, remedy)
@@ -180,8 +196,6 @@ def _check_rotary(
     remedy = "It has a position for each token of key"
     of_tokens = [("num_tokens", num_tokens)]
     check_array(OP, "positions", positions, of_tokens, "int32 or int64", remedy)
-    if query is not None:
-        _check_query(query, key)
 
 
 def _check_query(query: ArraySpec, key: ArraySpec) -> None:

@@ -27,7 +27,7 @@ from shared_ffi.spec import (
     dtype_error,
     excess_error,
     flag,
-    float32_of,
+    float_attribute,
     has_shape,
     holds,
     integers_on_host,
@@ -396,17 +396,11 @@ def _check_value_head_size(op: str, value_head_size: int, head_size: int) -> Non
         raise value_error(op, "value_head_size", rule, value_head_size, remedy)
 
 
-def _float32(op: str, argument: str, value: float) -> np.float32:
-    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
-        raise dtype_error(op, argument, "type float", type(value).__name__)
-    return float32_of(value)
-
-
 _USUAL_SCALE = "It is usually head_size ** -0.5"
 
 
 def _scale(op: str, scale: float) -> np.float32:
-    value = _float32(op, "scale", scale)
+    value = float_attribute(op, "scale", scale)
     if not np.isfinite(value):
         raise value_error(op, "scale", "be finite in float32", scale, _USUAL_SCALE)
     if abs(value) > _MAX_SCALE:
@@ -479,7 +473,7 @@ def _soft_cap(op: str, soft_cap: float | None, scale: float) -> np.float32:
     """As an attribute; 0 stands for none."""
     if soft_cap is None:
         return np.float32(0)
-    value = _float32(op, "soft_cap", soft_cap)
+    value = float_attribute(op, "soft_cap", soft_cap)
     if not (np.isfinite(value) and value > 0):
         rule = "be positive and finite in float32, or None"
         raise value_error(op, "soft_cap", rule, soft_cap, "Leave soft_cap out if there is none")

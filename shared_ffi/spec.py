@@ -154,6 +154,13 @@ def float32_of(value: float) -> np.float32:
             return np.float32(np.inf if value > 0 else -np.inf)
 
 
+def float_attribute(op: str, argument: str, value: float) -> np.float32:
+    """A number of Python or NumPy as an attribute; raises TypeError for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        raise dtype_error(op, argument, "type float", type(value).__name__)
+    return float32_of(value)
+
+
 def flag(op: str, argument: str, value: bool | np.bool_) -> bool:
     """A bool of Python or NumPy, as Python's; raises TypeError for anything else."""
     if not isinstance(value, bool | np.bool_):

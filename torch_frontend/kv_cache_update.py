@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from shared_ffi import kv_cache_update as op
@@ -16,19 +18,30 @@ _SCHEMA = (
     "bool interleaved=False) -> ()"
 )
 _MADE = "Tensor(d!)? k_scale_cache=None, Tensor(e!)? v_scale_cache=None"
+_NORMS = (
+    "Tensor? q_norm=None, Tensor? k_norm=None, float? norm_eps=None, int norm_offset=0, "
+    "bool norm_after_rope=False, bool v_norm=False, bool norm_round_first=False"
+)
 _STRIDED = ("kv_cache", "value_cache", "k_scale", "v_scale", "k_scale_cache", "v_scale_cache")
 _ROWS = ("key", "value", "query")
 
 DEFAULT = define(f"kv_cache_update{_SCHEMA}", op.check, strided=_STRIDED, rows=_ROWS)
+_SCHEMA_WITH_SCALES = _SCHEMA.replace(_SCALES, f"{_SCALES}, {_MADE}")
 WITH_SCALES = define(
-    f"kv_cache_update.with_scales{_SCHEMA.replace(_SCALES, f'{_SCALES}, {_MADE}')}",
+    f"kv_cache_update.with_scales{_SCHEMA_WITH_SCALES}", op.check, strided=_STRIDED, rows=_ROWS
+)
+"""Makes scales. It is an overload because PyTorch takes time for each argument of a call, also for
+those that are not given: 0.1 us for these two."""
+WITH_NORMS = define(
+    f"kv_cache_update.with_norms{_SCHEMA_WITH_SCALES.replace(') -> ', f', {_NORMS}) -> ')}",
     op.check,
     strided=_STRIDED,
     rows=_ROWS,
 )
-"""Makes scales. It is an overload because PyTorch takes time for each argument of a call, also for
-those that are not given: 0.1 us for these two."""
-_DEFAULT, _WITH_SCALES = checked(op.OP, DEFAULT), checked(op.OP, WITH_SCALES)
+"""Normalizes, and makes scales if they are given. It is an overload for the same reason."""
+_DEFAULT, _WITH_SCALES, _WITH_NORMS = (
+    checked(op.OP, overload) for overload in (DEFAULT, WITH_SCALES, WITH_NORMS)
+)
 
 
 def kv_cache_update(
@@ -47,15 +60,23 @@ def kv_cache_update(
     positions: torch.Tensor | None = None,
     cos_sin_cache: torch.Tensor | None = None,
     interleaved: bool = False,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    norm_eps: float | None = None,
+    norm_offset: int = 0,
+    norm_after_rope: bool = False,
+    v_norm: bool = False,
+    norm_round_first: bool = False,
 ) -> None:
     """Writes the keys and values of new tokens into their slots of a paged cache, in place.
 
     With ``positions`` and ``cos_sin_cache`` it rotates the keys before, and ``query`` in place.
+    With ``k_norm``, ``q_norm`` and ``v_norm`` it normalizes keys, ``query`` in place, and values.
     With ``k_scale_cache`` and ``v_scale_cache`` it makes the scales of a cache of 8 or 4 bits.
 
-    ``torch.ops.xla_gpu.kv_cache_update`` is the operator itself, with the overloads ``default``
-    and ``with_scales``, which makes scales. The optional arguments mean what
-    they mean in ``jax_frontend.kv_cache_update``, which defines the op.
+    ``torch.ops.xla_gpu.kv_cache_update`` is the operator itself, with the overloads ``default``,
+    ``with_scales``, which makes scales, and ``with_norms``, which does all. The optional arguments
+    mean what they mean in ``jax_frontend.kv_cache_update``, which defines the op.
 
     Args:
         kv_cache: ``[num_blocks, block_size, 2 * num_kv_heads, head_size]``; the K of kv head h at
@@ -78,13 +99,24 @@ def kv_cache_update(
             view, such as the last bytes of the cache's rows. Give it to ``paged_attention`` as
             ``k_scale``. ``k_scale`` is None then.
         v_scale_cache: the same for the values.
-        query: ``[num_tokens, num_heads, head_size]``, dtype of ``key``: the queries to be rotated.
-            May be a slice of a fused projection. It shares no element with another argument.
+        query: ``[num_tokens, num_heads, head_size]``, dtype of ``key``: the queries to be rotated
+            or normalized. May be a slice of a fused projection. It shares no element with another
+            argument.
         positions: ``[num_tokens]``, int32 or int64: the row of ``cos_sin_cache`` for each token.
         cos_sin_cache: ``[max_positions, rotary_dim]``, float32 or dtype of ``key``: cosines, then
             as many sines. None: nothing is rotated.
         interleaved: False: numbers i and i + rotary_dim / 2 of a head are a pair. True: 2i and
             2i + 1.
+        q_norm: ``[head_size]``, float32 or dtype of ``key``: the weights of the RMS norm of each
+            head of the query; ``[num_heads, head_size]``: all heads are normalized together. Ones
+            where a norm has no weights. None: the query has no norm.
+        k_norm: the same for keys, ``[head_size]`` or ``[num_kv_heads, head_size]``.
+        norm_eps: what a norm adds to the mean of squares. Given with norms, and only then.
+        norm_offset: 1 where a norm multiplies by 1 + weights, or 0.
+        norm_after_rope: whether heads are rotated before they are normalized.
+        v_norm: whether values are normalized, each head alone and without weights.
+        norm_round_first: whether a head is rounded to its dtype before the multiplication with
+            weights, too.
 
     Raises:
         ValueError: a shape is wrong, an argument is given that needs another one, tensors are on
@@ -98,10 +130,23 @@ def kv_cache_update(
     """
     k_scale, v_scale = (scale_tensor(x, kv_cache) for x in (k_scale, v_scale))
     operator = _DEFAULT
-    made: dict[str, torch.Tensor | None] = {}
+    others: dict[str, Any] = {}
     if k_scale_cache is not None or v_scale_cache is not None:
-        made = {"k_scale_cache": k_scale_cache, "v_scale_cache": v_scale_cache}
+        others = {"k_scale_cache": k_scale_cache, "v_scale_cache": v_scale_cache}
         operator = _WITH_SCALES
+    has_weights = q_norm is not None or k_norm is not None or norm_eps is not None
+    has_flags = v_norm is not False or norm_after_rope is not False or norm_round_first is not False
+    if has_weights or has_flags or norm_offset != 0:
+        others |= {
+            "q_norm": q_norm,
+            "k_norm": k_norm,
+            "norm_eps": norm_eps,
+            "norm_offset": norm_offset,
+            "norm_after_rope": norm_after_rope,
+            "v_norm": v_norm,
+            "norm_round_first": norm_round_first,
+        }
+        operator = _WITH_NORMS
     operator(
         *(kv_cache, key, value, slot_mapping),
         value_cache=value_cache,
@@ -112,5 +157,5 @@ def kv_cache_update(
         positions=positions,
         cos_sin_cache=cos_sin_cache,
         interleaved=interleaved,
-        **made,
+        **others,
     )

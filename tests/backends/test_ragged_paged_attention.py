@@ -18,9 +18,9 @@ from harness.arrays import DTYPES
 from harness.compare import assert_same_bits
 from jax_frontend.compat import _common
 from tests.cases.all import SHORT_CASES
+from tests.cases.bad_calls import assert_says
 from tests.cases.case import MIXED, Case
 from tests.support import backends, scripts
-from tests.support.bad_calls import assert_says
 from tests.support.tpu_calls import inputs, oracle
 
 F32, I32 = np.float32, np.int32

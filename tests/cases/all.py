@@ -73,5 +73,9 @@ SHORT_UPDATE_CASES = [
         "rotated-int4-neox-f16",
         "rotated-part-neox-bf16",
         "rotated-two-arrays-interleaved-f32",
+        "normalized-rotated-per head-bf16",
+        "normalized-all heads-f32",
+        "normalized-int8-made-scales-per head-f16",
+        "normalized-after-False-bf16",
     }
 ]

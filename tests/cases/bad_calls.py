@@ -15,6 +15,7 @@ from shared_ffi.spec import numbers_of
 from tests.cases.sound_calls import add, attention, op_of, rotated_update, training, update
 
 F32, F16, I32 = np.float32, np.float16, np.int32
+EPS = {"norm_eps": 1e-6}
 INT8_CACHE = {"kv_cache": np.zeros((4, 2, 4, 8), np.int8)}
 
 
@@ -631,10 +632,117 @@ STATIC = [
     *(
         bad_call(
             update,
-            f"{name} must be None without cos_sin_cache; got shape {list(array.shape)}",
+            f"{name} must be None without cos_sin_cache{more}; got shape {list(array.shape)}",
             **{name: array},
         )
-        for name, array in (("query", ones(3, 4, 8)), ("positions", ones(3, dtype=I32)))
+        for name, more, array in (
+            ("query", " and q_norm", ones(3, 4, 8)),
+            ("positions", "", ones(3, dtype=I32)),
+        )
+    ),
+    *(
+        bad_call(make, message, **arguments)
+        for make, message, arguments in (
+            (update, "query must be given with q_norm; got None", {"q_norm": ones(8)} | EPS),
+            (
+                rotated_update,
+                "q_norm must have shape [head_size=8] or [num_heads=4, head_size]; got [2, 8]. It is "
+                "the weight of a head, or those of all heads, which are normalized together",
+                {"q_norm": ones(2, 8)} | EPS,
+            ),
+            (
+                update,
+                "k_norm must have shape [head_size=8] or [num_kv_heads=2, head_size]; got [7]. It is "
+                "the weight of a head, or those of all heads, which are normalized together",
+                {"k_norm": ones(7)} | EPS,
+            ),
+            (
+                update,
+                "k_norm must have dtype float32, or key's dtype float32; got float16. "
+                "Cast k_norm to one of them",
+                {"k_norm": ones(8, dtype=F16)} | EPS,
+            ),
+            (
+                update,
+                "norm_eps must be given with q_norm, k_norm and v_norm; got None. "
+                "It is in the model's configuration, mostly 1e-6",
+                {"k_norm": ones(8)},
+            ),
+            (
+                update,
+                "norm_eps must be None without q_norm, k_norm and v_norm; got 0.5. "
+                "Leave norm_eps out",
+                {"norm_eps": 0.5},
+            ),
+            *(
+                (
+                    update,
+                    f"norm_eps must be finite in float32, and at least 0; got {eps}. "
+                    "It is mostly 1e-6",
+                    {"v_norm": True, "norm_eps": eps},
+                )
+                for eps in (-1.0, float("inf"), float("nan"))
+            ),
+            (
+                update,
+                "norm_offset must be 0 or 1; got 2. It is what the model adds to weights: 1 in Gemma 3",
+                {"k_norm": ones(8), "norm_offset": 2} | EPS,
+            ),
+            (
+                update,
+                "norm_offset must be 0 without q_norm and k_norm; got 1. Leave norm_offset out",
+                {"v_norm": True, "norm_offset": 1} | EPS,
+            ),
+            *(
+                (
+                    rotated_update,
+                    f"{name} must be False without q_norm and k_norm; got True. Leave {name} out",
+                    {"v_norm": True, name: True} | EPS,
+                )
+                for name in ("norm_after_rope", "norm_round_first")
+            ),
+            (
+                update,
+                "norm_after_rope must be False without cos_sin_cache; got True. "
+                "Leave norm_after_rope out",
+                {"k_norm": ones(8), "norm_after_rope": True} | EPS,
+            ),
+            (
+                rotated_update,
+                "norm_after_rope must be False with weights for all heads, [heads, head_size]; got "
+                "True. Leave norm_after_rope out",
+                {"k_norm": ones(2, 8), "norm_after_rope": True} | EPS,
+            ),
+            (
+                update,
+                "key must have dtype float32, float16 or bfloat16 with norms; got int8",
+                {
+                    "kv_cache": np.zeros((4, 2, 4, 8), np.int8),
+                    "key": ones(3, 2, 8, dtype=np.int8),
+                    "value": ones(3, 2, 8, dtype=np.int8),
+                    "v_norm": True,
+                }
+                | EPS,
+            ),
+            *(
+                (
+                    update,
+                    f"{name} must be {must} where V is a part of K, of which a part is normalized; "
+                    f"got {got}. Normalize it before",
+                    {
+                        "kv_cache": np.zeros((4, 2, 8), F32),
+                        "key": ones(3, 1, 8),
+                        "value": ones(3, 1, 0),
+                        name: value,
+                    }
+                    | EPS,
+                )
+                for name, must, got, value in (
+                    ("k_norm", None, "shape [8]", ones(8)),
+                    ("v_norm", False, True, True),
+                )
+            ),
+        )
     ),
     bad_call(update, "interleaved must be False without cos_sin_cache; got True", interleaved=True),
     bad_call(
@@ -1100,6 +1208,24 @@ MISTAKES = [
                 "int",
                 "Pass bool(interleaved)",
                 {"positions": np.zeros(3, I32), "cos_sin_cache": ones(8, 4)},
+            ),
+            (
+                "kv_cache_update",
+                "norm_offset",
+                "int",
+                "1",
+                "str",
+                "Pass a whole number",
+                {"k_norm": ones(8), "norm_eps": 1e-6},
+            ),
+            (
+                "kv_cache_update",
+                "norm_eps",
+                "float",
+                "1e-6",
+                "str",
+                "Pass a number",
+                {"k_norm": ones(8)},
             ),
             ("slot_mapping", "block_size", "int", 2.0, "float", "Pass int(block_size)", {}),
             ("slot_mapping", "num_tokens", "int", "4", "str", "Pass a whole number", {}),

@@ -63,6 +63,7 @@ _OPTIONAL = (
     *("window_right", "max_query_len", "value_head_size"),
     *("row_heads", "row_head_size", "row_kv_heads", "row_value_head_size"),
     *("query_heads", "interleaved"),
+    *("norm_eps", "norm_offset", "norm_after_rope", "v_norm", "norm_round_first"),
 )
 """Attributes that not every call has."""
 
@@ -241,6 +242,25 @@ def sound_calls() -> dict[str, HandlerCall]:
         "latent": UpdateCase("latent", num_padding=0, num_kv_heads=1, is_latent=True),
         "rotated": UpdateCase(
             "rotated", num_padding=0, num_heads=4, rotary_dim=8, interleaved=True, dtype="float16"
+        ),
+        "normalized": UpdateCase(
+            "normalized",
+            num_padding=0,
+            num_heads=4,
+            rotary_dim=8,
+            dtype="bfloat16",
+            norm="per head",
+            v_norm=True,
+            norm_options=("norm_after_rope", "norm_round_first"),
+        ),
+        "normalized-together": UpdateCase(
+            "normalized-together",
+            num_padding=0,
+            num_heads=4,
+            cache_dtype="int8",
+            scales="one",
+            norm="all heads",
+            norm_options=("norm_offset",),
         ),
     }
     small = partial(VarlenCase, lengths=(3, 0, 2), head_size=8, padding=1)

@@ -14,7 +14,7 @@ import hypothesis.strategies as st
 from harness.arrays import QUANTIZED
 from harness.layouts import LATENT_LAYOUTS, LAYOUTS, SEPARATE_LAYOUTS
 from tests.cases.case import FEATURES, RANGES, SCALES, TREES, Case
-from tests.cases.updates import UpdateCase
+from tests.cases.updates import NORM_OPTIONS, NORMS, UpdateCase
 from tests.cases.varlen import VarlenCase
 
 SHARE_OF_LATENT = 0.15  # of the calls: V is a part of K
@@ -67,6 +67,7 @@ def update_case(name: str, group_rng: random.Random, trial_rng: random.Random) -
     features = _features(group_rng, is_latent)
     num_kv_heads = _num_kv_heads(features, is_latent, group_rng)
     rotary = {} if is_latent else _rotary(features, num_kv_heads, group_rng)
+    norms = {} if is_latent else _norms(features, num_kv_heads, rotary, group_rng)
     made_scales: tuple[str, ...] = ()
     if features["cache_dtype"] and group_rng.random() < 0.3:
         names = ("k_scale",) if is_latent else ("k_scale", "v_scale")
@@ -81,7 +82,7 @@ def update_case(name: str, group_rng: random.Random, trial_rng: random.Random) -
         num_padding=trial_rng.choice([0, trial_rng.randint(0, num_tokens), num_tokens]),
         made_scales=made_scales,
         **features,
-        **rotary,
+        **rotary | norms,
     )
 
 
@@ -98,6 +99,25 @@ def _rotary(features: dict[str, Any], num_kv_heads: int, rng: random.Random) -> 
         "position_dtype": rng.choice(["int32", "int64"]),
         "num_heads": num_kv_heads * rng.choice([0, 1, 3, 4]),
     }
+
+
+def _norms(
+    features: dict[str, Any], num_kv_heads: int, rotary: dict[str, Any], rng: random.Random
+) -> dict[str, Any]:
+    """Norms of a third of the updates that may have them."""
+    dtype = features["dtype"]
+    has_8_bit_keys = features["cache_dtype"] and features["scales"] is None and dtype == "float16"
+    if has_8_bit_keys or rng.random() < 0.67:
+        return {}
+    norm, v_norm = rng.choice([*NORMS, NORMS[1]]), rng.random() < 0.3
+    may_be_after = rotary and norm == "per head"
+    options = [x for x in NORM_OPTIONS if x != "norm_after_rope" or may_be_after]
+    return {
+        "norm": norm,
+        "norm_dtype": rng.choice(["float32", dtype]),
+        "v_norm": v_norm,
+        "norm_options": tuple(x for x in options if norm and rng.random() < 0.4),
+    } | ({"num_heads": num_kv_heads * rng.choice([0, 1, 3])} if norm and not rotary else {})
 
 
 def attention_case(name: str, group_rng: random.Random, trial_rng: random.Random) -> Case:

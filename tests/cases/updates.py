@@ -32,6 +32,10 @@ class UpdateInputs(NamedTuple):
     slot_mapping: Any
 
 
+NORMS = (None, "per head", "all heads")
+NORM_OPTIONS = {"norm_offset": 1, "norm_after_rope": True, "norm_round_first": True}
+
+
 @dataclass(frozen=True)
 class UpdateCase:
     """A call of kv_cache_update with `num_tokens` tokens; `num_padding` of them have no slot."""
@@ -57,7 +61,11 @@ class UpdateCase:
     interleaved: bool = False
     table_dtype: str = "float32"
     position_dtype: str = "int32"
-    num_heads: int = 0  # of the query that is rotated, too
+    num_heads: int = 0  # of the query that is rotated or normalized, too
+    norm: str | None = None  # of NORMS
+    norm_dtype: str = "float32"
+    v_norm: bool = False
+    norm_options: tuple[str, ...] = ()  # of NORM_OPTIONS
 
     def attributes(self) -> dict[str, Any]:
         attributes: dict[str, Any] = {}
@@ -83,7 +91,7 @@ class UpdateCase:
             pool = self._in_default_layout().kv_cache.shape[:2]
             attributes[f"{name}_cache"] = np.full((*pool, self.num_kv_heads), np.nan, np.float32)
             attributes[f"{name}_cache"][::2] = 7
-        return attributes | self._rotary()
+        return attributes | self._query() | self._rotary() | self._norms()
 
     def _rotary(self) -> dict[str, Any]:
         """A token that has no slot may have no position, either. Rows of the table that no token
@@ -100,10 +108,27 @@ class UpdateCase:
         faulty = padding[::2]
         positions[faulty] = rng.choice([-1, max_positions, -(2**31), 2**31 - 1], len(faulty))
         rotary = {"positions": positions.astype(self.position_dtype), "cos_sin_cache": table}
-        if self.num_heads:
-            query = rng.standard_normal((self.num_tokens, self.num_heads, self.head_size))
-            rotary["query"] = query.astype(DTYPES[self.dtype])
         return rotary | ({"interleaved": True} if self.interleaved else {})
+
+    def _query(self) -> dict[str, Any]:
+        if not self.num_heads:
+            return {}
+        rng = np.random.default_rng(zlib.crc32(f"query {self.id}".encode()))
+        query = rng.standard_normal((self.num_tokens, self.num_heads, self.head_size))
+        return {"query": query.astype(DTYPES[self.dtype])}
+
+    def _norms(self) -> dict[str, Any]:
+        norms: dict[str, Any] = {"v_norm": True} if self.v_norm else {}
+        rng = np.random.default_rng(zlib.crc32(f"norms {self.id}".encode()))
+        heads = {"q_norm": self.num_heads, "k_norm": self.num_kv_heads}
+        for name, count in heads.items():
+            if self.norm is None or count == 0:
+                continue
+            shape = (self.head_size,) if self.norm == "per head" else (count, self.head_size)
+            norms[name] = rng.normal(1, 0.5, shape).astype(DTYPES[self.norm_dtype])
+        if not norms:
+            return {}
+        return norms | {"norm_eps": 1e-6} | {name: NORM_OPTIONS[name] for name in self.norm_options}
 
     def _is_copied(self) -> bool:
         """Whether keys and values have the cache's dtype, and are written unchanged."""
@@ -379,4 +404,100 @@ def _rotated() -> Iterator[UpdateCase]:
     yield UpdateCase(id="rotated-one-kv-head", num_kv_heads=1, rotary_dim=8, num_heads=5)
 
 
-CASES = [*_updates()]
+def _normalized() -> Iterator[UpdateCase]:
+    both = ("norm_offset", "norm_round_first")
+    for (dtype, short), norm in product(SHORT_NAMES.items(), NORMS[1:]):
+        name = f"{norm}-{short}"
+        fields: dict[str, Any] = {"dtype": dtype, "norm": norm, "head_size": 64}
+        rotated = fields | {"rotary_dim": 32, "num_heads": 6}
+        yield UpdateCase(id=f"normalized-{name}", num_heads=4, v_norm=True, **fields)
+        yield UpdateCase(id=f"normalized-keys-alone-{name}", norm_options=both, **fields)
+        yield UpdateCase(id=f"normalized-rotated-{name}", norm_options=both[1:], **rotated)
+        yield UpdateCase(id=f"normalized-weights-{name}", norm_dtype=dtype, **rotated)
+        yield UpdateCase(
+            id=f"normalized-int64-{name}",
+            position_dtype="int64",
+            slot_dtype="int64",
+            interleaved=True,
+            norm_options=both[:1],
+            **rotated,
+        )
+        yield UpdateCase(id=f"normalized-all-padding-{name}", num_padding=9, **rotated)
+        yield UpdateCase(
+            id=f"normalized-large-{name}",
+            num_tokens=40,
+            num_kv_heads=9,
+            num_heads=27,
+            v_norm=True,
+            norm_options=both[1:],
+            **fields | {"head_size": 128},
+        )
+        for cache_dtype in QUANTIZED:
+            yield UpdateCase(
+                id=f"normalized-{cache_dtype}-{name}",
+                cache_dtype=cache_dtype,
+                scales="per head" if norm == "per head" else "per position",
+                v_norm=True,
+                **rotated,
+            )
+            yield UpdateCase(
+                id=f"normalized-{cache_dtype}-made-scales-{name}",
+                cache_dtype=cache_dtype,
+                made_scales=("k_scale", "v_scale"),
+                v_norm=norm == "per head",
+                **rotated,
+            )
+    for (dtype, short), interleaved in product(SHORT_NAMES.items(), (False, True)):
+        fields = {"dtype": dtype, "interleaved": interleaved, "norm_options": ("norm_after_rope",)}
+        fields |= {"norm": "per head", "num_heads": 4}
+        name = f"{interleaved}-{short}"
+        yield UpdateCase(id=f"normalized-after-{name}", head_size=64, rotary_dim=64, **fields)
+        yield UpdateCase(id=f"normalized-after-part-{name}", rotary_dim=6, **fields)
+        yield UpdateCase(
+            id=f"normalized-after-int4-{name}",
+            head_size=18,
+            rotary_dim=12,
+            cache_dtype="int4",
+            scales="one",
+            **fields,
+        )
+    for head_size in (1, 7, 8, 17, 40, 80, 100, 512, 520):
+        for norm in NORMS[1:]:
+            yield UpdateCase(
+                id=f"normalized-{head_size}-{norm}",
+                norm=norm,
+                head_size=head_size,
+                num_heads=8,
+                num_tokens=3,
+                num_padding=1,
+                v_norm=True,
+            )
+    yield UpdateCase(
+        id="normalized-long-sums",
+        norm="all heads",
+        head_size=256,
+        num_heads=36,
+        num_kv_heads=36,
+        num_tokens=2,
+        num_padding=0,
+    )
+    for layout, cache_dtype in product(SEPARATE_LAYOUTS, (None, "int8")):
+        yield UpdateCase(
+            id=f"normalized-own-value-head-size-{layout}-{cache_dtype}",
+            head_size=18,
+            own_value_head_size=6,
+            kv_layout=layout,
+            cache_dtype=cache_dtype,
+            value_cache_dtype="int4" if cache_dtype else None,
+            scales="per position" if cache_dtype else None,
+            v_norm=True,
+            norm="per head",
+            dtype="bfloat16",
+        )
+    yield UpdateCase(id="normalized-values-alone", v_norm=True)
+    yield UpdateCase(
+        id="normalized-no-tokens", num_tokens=0, num_padding=0, norm="per head", num_heads=4
+    )
+
+
+CASES = [*_updates(), *_normalized()]

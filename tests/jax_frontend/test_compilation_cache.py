@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
@@ -83,12 +84,7 @@ def test_option_missing_from_program_is_noticed(tmp_path: Path, option: str) -> 
     assert outcomes[1]["cache"] == ["cache_hits"] and not all(x["right"] for x in outcomes)
 
 
-def _update(*arrays: Any, **options: Any) -> Any:
-    rotary = dict(zip(("positions", "cos_sin_cache"), arrays[4:], strict=False))
-    return jax_frontend.kv_cache_update(*arrays[:4], **rotary, **options)
-
-
-def _varlen(op: str, names: list[str], options: dict[str, Any], *arrays: Any) -> Any:
+def _call(op: str, names: list[str], options: dict[str, Any], *arrays: Any) -> Any:
     return calls.in_jax(op, dict(zip(names, arrays, strict=True)), options)
 
 
@@ -101,14 +97,18 @@ def _programs(op: str, option: str) -> Iterator[tuple[Any, list[np.ndarray], lis
     for value in OPTIONS[op][option]:
         options = {"scale": 0.25} | BESIDE.get(option, {}) | {option: value}
         if op == "kv_cache_update":
-            new = rng.standard_normal((3, 4, 16), np.float32)
-            arrays = [pool, new, new, np.int32([5, 40, -1])]
-            specs = [pool_spec, heads, heads, P()]
-            given: dict[str, Any] = {option: value}
-            if option == "interleaved":
-                arrays += [np.int32([3, 1, 0]), rng.standard_normal((4, 16), np.float32)]
-                specs += [P(), P()]
-            yield partial(_update, **given), arrays, specs
+            del options["scale"]
+            new = rng.standard_normal((2, 3, 4, 16)).astype(ml_dtypes.bfloat16)
+            given: dict[str, Any] = dict(zip(("key", "value"), new, strict=True))
+            given |= {"kv_cache": pool.astype(new.dtype), "slot_mapping": np.int32([5, 40, -1])}
+            if option != "kv_layout":
+                table = rng.standard_normal((4, 16), np.float32)
+                given |= {"positions": np.int32([3, 1, 0]), "cos_sin_cache": table}
+            if "k_norm" in options:
+                given["k_norm"] = np.tile(options.pop("k_norm"), 2)
+            sharded = {"kv_cache": pool_spec, "key": heads, "value": heads}
+            specs = [sharded.get(name, P()) for name in given]
+            yield partial(_call, op, [*given], options), [*given.values()], specs
             continue
         if op.startswith("varlen_"):
             case = VarlenCase(op, (8, 3), num_heads=16, num_kv_heads=4, head_size=16, padding=0)
@@ -117,7 +117,7 @@ def _programs(op: str, option: str) -> Iterator[tuple[Any, list[np.ndarray], lis
                 lse = np.zeros((11, 16), np.float32)
                 given |= {"output": case.weights(), "lse": lse, "dout": case.weights()}
             specs = [heads if array.ndim > 1 else P() for array in given.values()]
-            yield partial(_varlen, op, [*given], options), [*given.values()], specs
+            yield partial(_call, op, [*given], options), [*given.values()], specs
             continue
         query = rng.standard_normal((3, 16, 16), np.float32)
         metadata = [np.int32(x) for x in ([40], [[7, 2, 9]], [0, 3], [1])]

@@ -277,18 +277,22 @@ def test_a_donated_sharded_cache_is_updated_in_place(
     compare(jitted(caches, *rest), alone)
 
 
+@pytest.mark.parametrize("norm", [None, "per head"])
 @pytest.mark.parametrize("num_kv_heads", [8, 1])
 def test_rotated_queries_and_a_cache_sharded_by_heads(
-    mesh: Mesh, partitioner: str, num_kv_heads: int
+    mesh: Mesh, partitioner: str, num_kv_heads: int, norm: str | None
 ) -> None:
     """With one kv head, the heads of the query alone are sharded."""
-    case = UpdateCase("sharded", num_kv_heads=num_kv_heads, num_heads=16, rotary_dim=16)
-    (kv_cache, key, value, slots), attributes = case.inputs(), case.attributes()
-    rotary = [attributes[name] for name in ("query", "positions", "cos_sin_cache")]
+    case = UpdateCase("sharded", num_kv_heads=num_kv_heads, num_heads=16, rotary_dim=16, norm=norm)
+    (kv_cache, key, value, slots), (given, constants) = (
+        case.inputs(),
+        split_keywords(case.attributes()),
+    )
+    rotary = [given.pop("query"), *given.values()]
 
     def update(kv_cache: Any, query: Any, *rest: Any) -> Any:
         key, value, slots, *options = rest
-        named = dict(zip(("positions", "cos_sin_cache"), options, strict=True))
+        named = dict(zip(given, options, strict=True)) | constants
         return jax_frontend.kv_cache_update(kv_cache, key, value, slots, query=query, **named)
 
     rest = [key, value, slots, *rotary[1:]]
@@ -308,6 +312,16 @@ def test_rotated_queries_and_a_cache_sharded_by_heads(
     results = jitted(*operands)
     assert results[1].sharding.spec[1] == "model"
     compare(results, alone)
+
+
+def test_a_norm_over_all_heads_gives_the_right_result(mesh: Mesh, partitioner: str) -> None:
+    """Devices cannot share its heads: each has all of them."""
+    case = UpdateCase("together", num_kv_heads=8, num_heads=16, norm="all heads")
+    arrays, options = split_keywords(case.attributes())
+    update = jax.jit(partial(jax_frontend.kv_cache_update, **options))
+    kv_cache, key, *rest = case.inputs()
+    sharded = jax.device_put(kv_cache, along(mesh, 4, 2)), jax.device_put(key, along(mesh, 3, 1))
+    compare(update(*sharded, *rest, **arrays), update(kv_cache, key, *rest, **arrays))
 
 
 @pytest.mark.parametrize("fields", [{"num_heads": 4, "num_kv_heads": 2}, {"kv_layout": "nb(2h)d"}])

@@ -313,6 +313,13 @@ UPDATES: dict[str, dict[str, Any]] = {
         "head_size": 18,
     },
     "rotated": {"rotary_dim": 8, "num_heads": 4, "interleaved": True},
+    "normalized": {"norm": "per head", "num_heads": 4, "v_norm": True, "rotary_dim": 8},
+    "normalized-together": {
+        "norm": "all heads",
+        "num_heads": 4,
+        "cache_dtype": "int8",
+        "scales": "one",
+    },
     "rotated-keys-alone": {"rotary_dim": 16, "kv_layout": "nhbd"},
     "rotated-two-arrays": {"rotary_dim": 16, "num_heads": 2, "kv_layout": "nhbd"},
     **{f"layout-{layout}": {"kv_layout": layout} for layout in LAYOUTS},
@@ -354,11 +361,12 @@ def test_update(fields: dict[str, Any], is_shared: bool) -> None:
     check(update_of(options), ([cache_axis, 0, 0, 0], axes), inputs, arrays, target=UPDATE)
 
 
-def test_updates_with_several_tables_are_looped_over() -> None:
-    inputs, arrays, options = updates(rotary_dim=8, num_heads=4)
-    table = arrays["cos_sin_cache"]
-    arrays["cos_sin_cache"] = np.stack([table, -table, 2 * table])
-    axes = dict.fromkeys(arrays, 0)
+@pytest.mark.parametrize("name", ["cos_sin_cache", "k_norm"])
+def test_updates_with_several_tables_are_looped_over(name: str) -> None:
+    inputs, arrays, options = updates(rotary_dim=8, num_heads=4, norm="per head")
+    table = arrays[name]
+    arrays[name] = np.stack([table, -table, 2 * table])
+    axes = {x: 0 if x in (*STACKED, name) else None for x in arrays}
     check(update_of(options), ([0] * 4, axes), inputs, arrays, target=UPDATE, loops=True)
 
 

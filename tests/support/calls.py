@@ -37,6 +37,9 @@ def split_keywords(attributes: dict[str, Any]) -> tuple[dict[str, np.ndarray], d
     return arrays, {name: x for name, x in attributes.items() if name not in arrays}
 
 
+_NORMS = ("norm_eps", "norm_offset", "norm_after_rope", "v_norm", "norm_round_first")
+
+
 def overload_of(op: str, attributes: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """PyTorch's operator for a call, and its keyword arguments."""
     import torch  # noqa: PLC0415
@@ -47,6 +50,8 @@ def overload_of(op: str, attributes: dict[str, Any]) -> tuple[Any, dict[str, Any
     overload = "lse" if attributes.get("return_lse") else "default"
     if "k_scale_cache" in attributes or "v_scale_cache" in attributes:
         overload = "with_scales"
+    if any(x in attributes for x in ("q_norm", "k_norm", *_NORMS)):
+        overload = "with_norms"
     return getattr(getattr(torch.ops.xla_gpu, op), overload), options
 
 
@@ -209,11 +214,25 @@ OPTIONS: dict[str, dict[str, tuple[Any, Any]]] = {
         "max_query_len": (None, 8),
         "return_lse": (False, True),
     },
-    "kv_cache_update": {"kv_layout": (None, "bn(h2)d"), "interleaved": (False, True)},
+    "kv_cache_update": {
+        "kv_layout": (None, "bn(h2)d"),
+        "interleaved": (False, True),
+        "norm_eps": (1e-6, 0.5),
+        "norm_offset": (0, 1),
+        "norm_after_rope": (False, True),
+        "v_norm": (False, True),
+        "norm_round_first": (False, True),
+    },
 }
 """Two values of each option."""
 OPTIONS["varlen_attention_backward"] = dict(OPTIONS["varlen_attention"])
 del OPTIONS["varlen_attention_backward"]["return_lse"]
 
-BESIDE: dict[str, dict[str, Any]] = {"window_right": {"causal": False}}
+BESIDE: dict[str, dict[str, Any]] = {
+    "window_right": {"causal": False},
+    **{
+        name: {"k_norm": np.linspace(0.5, 1, 8, dtype=np.float32), "norm_eps": 1e-6}
+        for name in _NORMS
+    },
+}
 """What an option needs."""

@@ -75,9 +75,9 @@ def _register() -> None:
     }
     for operator, function in functions.items():
         register_torch_dispatch_op(operator, _by_name(operator, function))
-    for operator in (_OPS.kv_cache_update.default, _OPS.kv_cache_update.with_scales):
+    for overload in ("default", "with_scales", "with_norms"):
         register_torch_dispatch_op(
-            operator,
+            getattr(_OPS.kv_cache_update, overload),
             _kv_cache_update,
             is_jax_function=False,
             needs_env=True,

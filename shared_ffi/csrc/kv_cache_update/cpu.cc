@@ -2,7 +2,7 @@
 #include <cstring>
 #include <vector>
 
-#include "rotary.h"
+#include "cpu/heads.h"
 #include "run.h"
 #include "scales.h"
 
@@ -131,81 +131,6 @@ class Rounder {
   float* const made_;
 };
 
-// Rotates a head: the first 2 * num_pairs of its numbers, by as many cosines, then sines.
-template <typename T, bool kIsInterleaved>
-void RotateHead(const void* from, const float* cos_sin, int64_t num_pairs, void* to) {
-  const T* __restrict x = static_cast<const T*>(from);
-  T* __restrict y = static_cast<T*>(to);
-  const int64_t step = kIsInterleaved ? 2 : 1, distance = kIsInterleaved ? 1 : num_pairs;
-  for (int64_t i = 0; i < num_pairs; ++i) {
-    const T *first = x + i * step, *second = first + distance;
-    const Pair pair =
-        Rotate({ToFloat(*first), ToFloat(*second)}, cos_sin[i], cos_sin[num_pairs + i]);
-    FromFloat(pair.first, y + i * step);
-    FromFloat(pair.second, y + i * step + distance);
-  }
-}
-
-template <typename T>
-void Widen(const void* from, int64_t count, float* to) {
-  for (int64_t i = 0; i < count; ++i) to[i] = ToFloat(static_cast<const T*>(from)[i]);
-}
-
-// Rotates keys and queries of one token after another. Without a rotary embedding it does nothing.
-class Rotator {
- public:
-  explicit Rotator(const Params& p) : p_(p), r_(p.rotary) {
-    if (r_.cos_sin_cache == nullptr) return;
-    cos_sin_.resize(r_.rotary_dim);
-    head_.resize(p.head_size * SizeOf(p.dtype));
-    widen_ = WithTensorType(r_.dtype, [](auto type) { return &Widen<decltype(type)>; });
-    rotate_ = WithTensorType(p.dtype, [&](auto type) {
-      using T = decltype(type);
-      return r_.is_interleaved ? &RotateHead<T, true> : &RotateHead<T, false>;
-    });
-  }
-
-  // Rotates the query of a token in place, if there is one.
-  void RotateQuery(int64_t token) {
-    if (r_.query == nullptr || !Take(token)) return;
-    const int64_t head_bytes = p_.head_size * SizeOf(p_.dtype);
-    char* head = static_cast<char*>(r_.query) + token * r_.query_stride * SizeOf(p_.dtype);
-    for (int64_t i = 0; i < r_.num_heads; ++i, head += head_bytes) {
-      rotate_(head, cos_sin_.data(), r_.rotary_dim / 2, head_.data());
-      std::memcpy(head, head_.data(), r_.rotary_dim * SizeOf(p_.dtype));
-    }
-  }
-
-  // A head of the token's key, rotated. The next one takes its place.
-  const char* Rotated(const char* head, int64_t token) {
-    if (r_.cos_sin_cache == nullptr) return head;
-    Take(token);
-    std::memcpy(head_.data(), head, head_.size());
-    rotate_(head, cos_sin_.data(), r_.rotary_dim / 2, head_.data());
-    return head_.data();
-  }
-
- private:
-  // Reads the token's cosines and sines. False: it has none.
-  bool Take(int64_t token) {
-    if (token == token_) return true;
-    const int64_t position = r_.positions.At(token);
-    if (!r_.HasRow(position)) return false;
-    const auto* table = static_cast<const char*>(r_.cos_sin_cache);
-    widen_(table + position * r_.rotary_dim * SizeOf(r_.dtype), r_.rotary_dim, cos_sin_.data());
-    token_ = token;
-    return true;
-  }
-
-  const Params& p_;
-  const Rotary& r_;
-  std::vector<float> cos_sin_;  // of token_
-  std::vector<char> head_;
-  int64_t token_ = -1;
-  void (*widen_)(const void* from, int64_t count, float* to) = nullptr;
-  void (*rotate_)(const void* from, const float* cos_sin, int64_t num_pairs, void* to) = nullptr;
-};
-
 }  // namespace
 
 // Each item owns a part of the slots. It walks all tokens in order and copies those that go to its
@@ -217,33 +142,38 @@ void RunOnCpu(const Params& p, const Executor& executor) {
   const int64_t value_bytes = p.value_stride * SizeOf(p.dtype);
   const int64_t value_row_bytes = p.value_head_size * SizeOf(p.dtype);
   const int64_t num_bytes = p.num_tokens * p.num_kv_heads * (row_bytes + value_row_bytes);
-  const int64_t query_bytes = p.num_tokens * p.rotary.num_heads * row_bytes;
+  const int64_t query_bytes = p.num_tokens * p.num_heads * row_bytes;
   const bool is_parallel = executor.num_threads > 1 && num_bytes + query_bytes >= kMinParallelBytes;
   const int64_t num_parts = is_parallel ? kPartsPerThread * executor.num_threads : 1;
   const auto copy = num_bytes < kMinStreamedBytes ? Copy : CopyPastCaches;
   const Rounder keys(p.dtype, p.cache_dtype, p.head_size, p.k_scale, p.k_scale_cache);
   const Rounder values(p.dtype, p.value_cache_dtype, p.value_head_size, p.v_scale, p.v_scale_cache);
   ParallelFor(executor, num_parts, [&](int64_t part) {
-    Rotator rotator(p);
+    Heads heads(p);
     for (int64_t token = 0; token < p.num_tokens; ++token) {
-      if (query_bytes > 0 && token % num_parts == part) rotator.RotateQuery(token);
+      if (query_bytes > 0 && token % num_parts == part) heads.ChangeQuery(token);
       const int64_t slot = p.Slot(token);
       if (slot < 0 || slot / kSlotsPerRun % num_parts != part) continue;
       const char* key = static_cast<const char*>(p.key) + token * key_bytes;
       const char* value = static_cast<const char*>(p.value) + token * value_bytes;
       const int64_t block = slot / p.block_size, in_block = slot % p.block_size;
       int64_t offset = p.cache.Offset(block, in_block);
+      heads.TakeKeys(token, key);
       for (int64_t head = 0; head < p.num_kv_heads; ++head, offset += p.cache.head_stride) {
         char* k = static_cast<char*>(p.cache.keys) + offset * size;
         char* v = static_cast<char*>(p.cache.values) + p.cache.OffsetOfValue(offset) * size;
-        const char* new_k = rotator.Rotated(key + head * row_bytes, token);
-        if (!keys.CopiesRows()) {
+        const char* new_k = heads.Key(key + head * row_bytes, head);
+        if (keys.CopiesRows()) {
+          copy(k, new_k, row_bytes);
+        } else {
           keys.Write(new_k, block, in_block, head, k);
-          values.Write(value + head * value_row_bytes, block, in_block, head, v);
-          continue;
         }
-        copy(k, new_k, row_bytes);
-        if (value_row_bytes > 0) copy(v, value + head * value_row_bytes, value_row_bytes);
+        const char* new_v = heads.Value(value + head * value_row_bytes);
+        if (!values.CopiesRows()) {
+          values.Write(new_v, block, in_block, head, v);
+        } else if (value_row_bytes > 0) {
+          copy(v, new_v, value_row_bytes);
+        }
       }
     }
     FinishCopies();

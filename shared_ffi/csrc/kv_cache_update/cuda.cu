@@ -1,4 +1,5 @@
 #include "../gpu/launch.cuh"
+#include "norm.cuh"
 #include "numbers.cuh"
 #include "rotary.cuh"
 #include "run.h"
@@ -58,12 +59,12 @@ bool IsAligned(const void* array, int64_t num_bytes) {
 bool FitsNumbers(const Params& p, int64_t count) {
   const Rotary& r = p.rotary;
   for (const int64_t size : {p.head_size, p.value_head_size, p.key_stride, p.value_stride,
-                             r.rotary_dim / 2, r.query_stride}) {
+                             r.rotary_dim / 2, p.query_stride}) {
     if (size % count != 0) return false;
   }
   const int64_t num_bytes = count * SizeOf(p.dtype), cache_bytes = count * SizeOf(p.cache_dtype);
   return p.cache.StridesAreMultiplesOf(count, count) && IsAligned(p.key, num_bytes) &&
-         IsAligned(p.value, num_bytes) && IsAligned(r.query, num_bytes) &&
+         IsAligned(p.value, num_bytes) && IsAligned(p.query, num_bytes) &&
          IsAligned(p.cache.keys, cache_bytes) && IsAligned(p.cache.values, cache_bytes) &&
          IsAligned(r.cos_sin_cache, count * SizeOf(r.dtype));
 }
@@ -84,6 +85,7 @@ UpdateKernel KernelOfTypes(const Params& p) {
 
 template <typename From>
 UpdateKernel KernelOfType(const Params& p) {
+  if (p.norms.AreUsed()) return UpdateNormalized<From>;
   if (p.k_scale_cache != nullptr || p.v_scale_cache != nullptr) return UpdateAndScale<From>;
   if (p.value_cache_dtype == DType::kInt4) return UpdateInt4<From>;
   switch (p.cache_dtype) {
@@ -115,7 +117,7 @@ bool Fits(const Params& p) {
 }
 
 UpdateKernel KernelFor(const Params& p) {
-  if (p.dtype == p.cache_dtype && p.rotary.cos_sin_cache == nullptr) {
+  if (p.dtype == p.cache_dtype && p.rotary.cos_sin_cache == nullptr && !p.norms.AreUsed()) {
     if (Fits<uint4>(p)) return Update<uint4>;
     if (Fits<uint32_t>(p)) return Update<uint32_t>;
     return Fits<uint16_t>(p) ? Update<uint16_t> : Update<uint8_t>;
@@ -126,7 +128,8 @@ UpdateKernel KernelFor(const Params& p) {
 }  // namespace
 
 gpu::Error RunOnCuda(const Params& p, void* stream) {
-  return gpu::Kernel<Params>{KernelFor(p), kThreads}.Launch(p.num_tokens, stream, p);
+  const int64_t num_blocks = p.num_tokens * BlocksOfToken(p);
+  return gpu::Kernel<Params>{KernelFor(p), kThreads}.Launch(num_blocks, stream, p);
 }
 
 }  // namespace xla_gpu::kv_cache_update

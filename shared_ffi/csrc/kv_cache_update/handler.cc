@@ -14,9 +14,8 @@ constexpr char kOp[] = "kv_cache_update";
 // Reads the rotary embedding of keys and queries, if the call has one.
 void ReadRotary(CallReader* call, const TokenRows& keys, ffi::DataType key_dtype, Rotary* r) {
   const auto table = call->Find("cos_sin_cache"), positions = call->Find("positions");
-  const bool has_query = call->Find("query").has_value();
-  if (table.has_value() != positions.has_value() || (has_query && !table.has_value())) {
-    call->Fail("operand positions must come with cos_sin_cache, and query with both");
+  if (table.has_value() != positions.has_value()) {
+    call->Fail("operand positions must come with cos_sin_cache");
   }
   if (call->error().failure() || !table.has_value()) return;
   r->cos_sin_cache = call->Operand("cos_sin_cache", {ffi::F32, key_dtype}, {{kAnySize, kAnySize}});
@@ -32,7 +31,14 @@ void ReadRotary(CallReader* call, const TokenRows& keys, ffi::DataType key_dtype
     call->Refuse("cos_sin_cache",
                  "have an even number of columns, from 2 to head_size=", keys.head_size);
   }
-  if (!has_query) return;
+}
+
+// Reads the queries that are rotated or normalized, if there are any.
+void ReadQuery(CallReader* call, const TokenRows& keys, ffi::DataType key_dtype, Params* p) {
+  if (!call->Find("query").has_value()) return;
+  if (!call->Find("cos_sin_cache").has_value() && !call->Find("q_norm").has_value()) {
+    call->Fail("operand query must come with cos_sin_cache or q_norm");
+  }
   const TokenRowsLayout layout = {call->Integer("query_heads", 0), keys.head_size};
   const TokenRows queries = ReadTokenRows(call, "query", layout, {key_dtype});
   if (call->error().failure()) return;
@@ -40,9 +46,36 @@ void ReadRotary(CallReader* call, const TokenRows& keys, ffi::DataType key_dtype
     call->Refuse("query", "have key's num_tokens=", keys.num_tokens,
                  " and head_size=", keys.head_size);
   }
-  r->query = call->Find("query")->untyped_data();
-  r->query_stride = queries.stride;
-  r->num_heads = queries.num_heads;
+  p->query = call->Find("query")->untyped_data();
+  p->query_stride = queries.stride;
+  p->num_heads = queries.num_heads;
+}
+
+NormWeight ReadNormWeight(CallReader* call, std::string_view name, ffi::DataType key_dtype,
+                          int64_t num_heads, int64_t head_size) {
+  const auto weight = call->Find(name);
+  if (!weight.has_value()) return {};
+  const void* data =
+      call->Operand(name, {ffi::F32, key_dtype}, {{head_size}, {num_heads, head_size}});
+  return {data, StorageOf(call, name), weight->dimensions().size() == 2};
+}
+
+// Reads the norms of queries, keys and values. The key, the value and the query have been read.
+void ReadNorms(CallReader* call, ffi::DataType key_dtype, Params* p) {
+  Norms* n = &p->norms;
+  const bool has_query = call->Find("q_norm").has_value();
+  if (has_query && !call->Find("query").has_value()) {
+    call->Fail("operand q_norm must come with query");
+  }
+  n->query = ReadNormWeight(call, "q_norm", key_dtype, p->num_heads, p->head_size);
+  n->key = ReadNormWeight(call, "k_norm", key_dtype, p->num_kv_heads, p->head_size);
+  n->has_values = call->Integer("v_norm", 0) != 0;
+  if (!has_query && !call->Find("k_norm").has_value() && !n->has_values) return;
+  if (IsQuantized(p->dtype)) call->Refuse("key", "have more than 8 bits with norms");
+  n->eps = call->Float("norm_eps");
+  n->adds_one = call->Integer("norm_offset", 0) != 0;
+  n->are_after_rotation = call->Integer("norm_after_rope", 0) != 0;
+  n->rounds_first = call->Integer("norm_round_first", 0) != 0;
 }
 
 // Reads `scale`, or `scale_cache` in its place, whose scales the call makes: they are written to
@@ -97,6 +130,8 @@ ffi::Error MakeParams(const ffi::RemainingArgs& operands, const ffi::RemainingRe
   p->k_scale = ReadOrMakeScales(&call, "k_scale", "k_scale_cache", *p, &p->k_scale_cache);
   p->v_scale = ReadOrMakeScales(&call, "v_scale", "v_scale_cache", *p, &p->v_scale_cache);
   ReadRotary(&call, keys, key_dtype, &p->rotary);
+  ReadQuery(&call, keys, key_dtype, p);
+  ReadNorms(&call, key_dtype, p);
   // The results are operands, updated in place.
   size_t number = 0;
   for (std::string_view name :

@@ -9,6 +9,7 @@
 namespace xla_gpu::kv_cache_update {
 
 inline constexpr int kThreads = 128;  // of a block
+inline constexpr int kWarps = kThreads / gpu::kWarpSize;
 
 // Calls take(head, piece) for this thread's share of the pieces of a token's heads.
 template <typename Take>

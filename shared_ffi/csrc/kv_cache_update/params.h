@@ -10,6 +10,9 @@
 // with a slot is refused on the CPU; on a GPU its key and value are not written, and its query
 // becomes NaN. The query of a token without a slot stays as it is then.
 //
+// With norms, each head of a key or query is multiplied by 1 / sqrt(mean of its squares + eps) and
+// by weights (norm.h), and rounded to the key's dtype, before the rotary embedding or after it.
+//
 // The call can make the scales of the rows of K, of V or of both, from the rows that it writes
 // (scales.h), and writes each to the slot of its row.
 #pragma once
@@ -39,14 +42,31 @@ struct Rotary {
   DType dtype;                // of cos_sin_cache: float32, or that of key
   TokenNumbers positions;
   int64_t max_positions;
-  int64_t rotary_dim;    // even
-  bool is_interleaved;   // a pair is numbers 2 * i and 2 * i + 1, not i and i + rotary_dim / 2
-  void* query;           // [num_tokens, num_heads, head_size], key's dtype; null: none
-  int64_t query_stride;  // elements from one token's query to the next
-  int64_t num_heads;     // of query; 0: none
+  int64_t rotary_dim;   // even
+  bool is_interleaved;  // a pair is numbers 2 * i and 2 * i + 1, not i and i + rotary_dim / 2
 
   XLA_GPU_HOST_DEVICE bool HasRow(int64_t position) const {
     return position >= 0 && position < max_positions;
+  }
+};
+
+struct NormWeight {
+  const void* data;    // [head_size], or [heads, head_size]; null: no norm
+  DType dtype;         // float32, or that of key
+  bool is_over_heads;  // [heads, head_size]: all heads of a token are normalized together
+};
+
+struct Norms {
+  NormWeight query;
+  NormWeight key;
+  bool has_values;  // values are normalized, each head alone and without weights
+  float eps;        // added to the mean of squares
+  bool adds_one;    // to weights
+  bool are_after_rotation;
+  bool rounds_first;  // to key's dtype before the multiplication with weights, and again after it
+
+  XLA_GPU_HOST_DEVICE bool AreUsed() const {
+    return query.data != nullptr || key.data != nullptr || has_values;
   }
 };
 
@@ -76,7 +96,11 @@ struct Params {
   KvScales v_scale;
   float* k_scale_cache;  // k_scale.data, where the call makes the scales; null: they are given
   float* v_scale_cache;  // the same of v_scale
+  void* query;           // [num_tokens, num_heads, head_size], key's dtype; null: none
+  int64_t query_stride;  // elements from one token's query to the next
+  int64_t num_heads;     // of query; 0: none
   Rotary rotary;
+  Norms norms;
 
   XLA_GPU_HOST_DEVICE int64_t NumSlots() const { return num_blocks * block_size; }
 

@@ -23,7 +23,7 @@ __device__ void LoadTable(const Rotary& r, int64_t place, float (&to)[kCount]) {
 
 template <typename T>
 __device__ void RotateInPlace(T* first, T* second, float cos, float sin) {
-  const Pair pair = Rotate({gpu::ToFloat(*first), gpu::ToFloat(*second)}, cos, sin);
+  const Pair pair = Rotate(Pair{gpu::ToFloat(*first), gpu::ToFloat(*second)}, cos, sin);
   gpu::FromFloat(pair.first, first);
   gpu::FromFloat(pair.second, second);
 }
@@ -69,14 +69,14 @@ __device__ Pairs<T, kCount> Rotated(const Rotary& r, int64_t position, const T* 
 template <typename From, int kCount>
 __device__ bool RotateQueries(const Params& p, int64_t token, int64_t slot, int64_t position) {
   const Rotary& r = p.rotary;
-  From* query = static_cast<From*>(r.query) + token * r.query_stride;
+  From* query = static_cast<From*>(p.query) + token * p.query_stride;
   if (!r.HasRow(position)) {
-    ForPieces(slot < 0 ? 0 : r.num_heads, p.head_size, [&](int head, int i) {
+    ForPieces(slot < 0 ? 0 : p.num_heads, p.head_size, [&](int head, int i) {
       gpu::FromFloat(__builtin_nanf(""), query + head * p.head_size + i);
     });
     return false;
   }
-  ForPieces(r.num_heads, r.rotary_dim / 2 / kCount, [&](int number, int i) {
+  ForPieces(p.num_heads, r.rotary_dim / 2 / kCount, [&](int number, int i) {
     From* head = query + number * p.head_size;
     const auto x = Rotated<From, kCount>(r, position, head, i * kCount);
     for (int j = 0; j < 2; ++j) Store(x.group[j], head + x.place[j]);

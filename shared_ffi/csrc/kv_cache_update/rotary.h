@@ -6,14 +6,20 @@
 
 namespace xla_gpu::kv_cache_update {
 
-struct Pair {
-  float first;
-  float second;
+// T: float, or a vector of floats.
+template <typename T>
+struct RotaryPair {
+  T first;
+  T second;
 };
+
+using Pair = RotaryPair<float>;
 
 // Nothing is fused (-ffp-contract=off, -fmad=false): every CPU and every GPU rounds four products,
 // a difference and a sum, so all of them give the same bits.
-XLA_GPU_HOST_DEVICE inline Pair Rotate(Pair x, float cos, float sin) {
+template <typename T>
+XLA_GPU_HOST_DEVICE inline RotaryPair<T> Rotate(const RotaryPair<T>& x, const T& cos,
+                                                const T& sin) {
   return {x.first * cos - x.second * sin, x.second * cos + x.first * sin};
 }
 

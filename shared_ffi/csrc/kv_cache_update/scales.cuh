@@ -60,7 +60,6 @@ __global__ void UpdateAndScale(Params p) {
   const int head_size = static_cast<int>(p.head_size);
   const int value_head_size = static_cast<int>(p.value_head_size);
   const int num_rows = static_cast<int>(p.num_kv_heads) * (value_head_size == 0 ? 1 : 2);
-  constexpr int kWarps = kThreads / gpu::kWarpSize;
   for (int row = static_cast<int>(threadIdx.x) / gpu::kWarpSize; row < num_rows; row += kWarps) {
     const int head = row % static_cast<int>(p.num_kv_heads);
     if (row == head) {

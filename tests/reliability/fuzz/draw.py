@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.cases.case import FEATURES, Case
 from tests.cases.random_calls import attention_case, update_case, varlen_case
-from tests.cases.updates import UpdateCase
+from tests.cases.updates import NORM_OPTIONS, UpdateCase
 from tests.cases.varlen import VarlenCase
 from tests.reliability.fuzz.trials import AnyCase, Change, Trial
 
@@ -141,11 +141,14 @@ def _token_change(case: UpdateCase, rng: random.Random) -> Change:
     return Change("slot_mapping", value, token)
 
 
+_OF_UPDATES = ["interleaved", "query_heads", *NORM_OPTIONS, "v_norm"]
+
+
 def _handler_changes(case: AnyCase, rng: random.Random) -> tuple[Change, ...]:
     """Attributes that no check in Python lets through."""
     op = Trial(case).op
     names = [*_LAYOUT, *FEATURES[op]]
-    names += ["interleaved", "query_heads"] if isinstance(case, UpdateCase) else _SCALARS
+    names += _OF_UPDATES if isinstance(case, UpdateCase) else _SCALARS
     changes_layout = rng.random() < 0.5 and not isinstance(case, VarlenCase)
     chosen = _LAYOUT if changes_layout else rng.sample(names, rng.choice([1, 1, 2]))
     changes = []

@@ -148,6 +148,16 @@ def is_consistent(trial: Trial) -> bool:
             return False
         if is_rotated and case.table_dtype not in ("float32", case.dtype):
             return False
+        if case.num_heads and not is_rotated and case.norm is None:
+            return False
+        if "norm_after_rope" in case.norm_options and not (is_rotated and case.norm == "per head"):
+            return False
+        if (case.norm or case.v_norm) and (
+            is_latent or case.norm_dtype not in ("float32", case.dtype)
+        ):
+            return False
+        if case.norm_options and case.norm is None:
+            return False
         return case.num_padding <= case.num_tokens
     if case.causal and (case.window_right is not None or case.causal_seqs):
         return False

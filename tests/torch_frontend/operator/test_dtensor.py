@@ -130,6 +130,18 @@ def rotated_update():
         assert torch.equal(sharded[0].full_tensor(), c)
         same(sharded[1], q, 1)
         assert sharded[1].to_local().data_ptr() == address
+    weights = {"q_norm": torch.randn(query.shape[2]), "k_norm": torch.randn(query.shape[2])}
+    c, q = cache.clone(), query.clone()
+    ops.kv_cache_update(c, key, value, slots, query=q, **weights, norm_eps=1e-6)
+    sharded = on(2, cache), on(1, query)
+    whole = {name: on(None, x) for name, x in weights.items()}
+    rows = on(1, key), on(1, value), on(None, slots)
+    ops.kv_cache_update(sharded[0], *rows, query=sharded[1], **whole, norm_eps=1e-6)
+    same(sharded[0], c, 2)
+    same(sharded[1], q, 1)
+    together = on(None, torch.randn(key.shape[1:]))
+    with pytest.raises(ValueError, match="^kv_cache_update: kv_cache must be replicated"):
+        ops.kv_cache_update(sharded[0], *rows, k_norm=together, norm_eps=1e-6)
 
 
 def others():
