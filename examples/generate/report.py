@@ -12,7 +12,8 @@ from matplotlib.axes import Axes
 from examples import page
 from examples.page import COLORS, Headline
 from xla_paged_attention.engine.checkpoint import Scores
-from xla_paged_attention.engine.engine import Generation, Sampling
+from xla_paged_attention.engine.engine import Generation
+from xla_paged_attention.engine.sampling import Sampling
 from xla_paged_attention.engine.scheduler import Limits
 
 TOLERANCE = 0.5

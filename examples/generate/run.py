@@ -21,9 +21,10 @@ from harness import hlo
 from xla_paged_attention.engine import checkpoint as checkpoints
 from xla_paged_attention.engine import engine
 from xla_paged_attention.engine.checkpoint import Checkpoint, Scores
-from xla_paged_attention.engine.engine import Answer, Sampling
+from xla_paged_attention.engine.engine import Answer
 from xla_paged_attention.engine.jax_runner import JaxMeshRunner
 from xla_paged_attention.engine.runner import ModelRunner
+from xla_paged_attention.engine.sampling import Sampling
 from xla_paged_attention.engine.scheduler import Limits
 
 NAMES = [*RUNNERS, *transformers_backend.ATTENTION]

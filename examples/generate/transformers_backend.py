@@ -10,7 +10,8 @@ import transformers
 
 from torch_frontend.integrations.transformers import NAME
 from xla_paged_attention.engine.checkpoint import Checkpoint
-from xla_paged_attention.engine.engine import Answer, Generation, OnStep, Sampling, check_lengths
+from xla_paged_attention.engine.engine import Answer, Generation, OnStep, check_lengths
+from xla_paged_attention.engine.sampling import Sampling
 from xla_paged_attention.engine.scheduler import Limits
 
 ATTENTION = {"transformers": NAME, "transformers-sdpa": "sdpa"}

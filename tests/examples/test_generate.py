@@ -31,8 +31,9 @@ from harness import hlo  # noqa: E402
 from tests.support import scripts  # noqa: E402
 from xla_paged_attention.engine import checkpoint, engine  # noqa: E402
 from xla_paged_attention.engine.checkpoint import Checkpoint  # noqa: E402
-from xla_paged_attention.engine.engine import Answer, Sampling, choose  # noqa: E402
+from xla_paged_attention.engine.engine import Answer  # noqa: E402
 from xla_paged_attention.engine.jax_runner import JaxMeshRunner, JaxRunner  # noqa: E402
+from xla_paged_attention.engine.sampling import Sampling, choose  # noqa: E402
 from xla_paged_attention.engine.scheduler import Limits  # noqa: E402
 
 SIZES: dict[str, Any] = {

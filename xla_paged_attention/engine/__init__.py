@@ -8,13 +8,13 @@ from xla_paged_attention.engine.engine import (
     Answer,
     Engine,
     Generation,
-    Sampling,
     generate,
     warm_up,
 )
 from xla_paged_attention.engine.model import Config, Model
 from xla_paged_attention.engine.packing import pack
 from xla_paged_attention.engine.runner import ModelRunner
+from xla_paged_attention.engine.sampling import Sampling
 from xla_paged_attention.engine.scheduler import Limits, Scheduler
 
 __all__ = [
