@@ -268,7 +268,7 @@ __global__ void CopyBoxes(const __grid_constant__ CUtensorMap map, int64_t* cycl
   if (threadIdx.x == 0) cycles[blockIdx.x] = clock64() - start;
 }
 
-enum class Work { kMma, kLoadMatrices, kLoadAndCopy };
+enum class Work { kMma, kLoadMatrices, kLoadAndCopy, kAddInMemory };
 constexpr int kWorkWarps = 8, kWorkTurns = 2000;
 
 // The instructions of the portable kernels, by all warps of a multiprocessor.
@@ -287,6 +287,9 @@ __global__ void Repeat(const char* from, int64_t* cycles, float* out) {
     for (int i = 0; i < 4; ++i) {
       if constexpr (kWork == Work::kMma) {
         gpu::MultiplyAdd(sums[i], words, words[0], words[1], xla_gpu::BFloat16{});
+      } else if constexpr (kWork == Work::kAddInMemory) {  // to memory that the L2 cache holds
+        const int row = (blockIdx.x * kWorkWarps + warp) * 4 + i;
+        gpu::AddInMemory(out + (1 << 20) + row * 128 + lane * 4, sums[i]);
       } else {
         uint32_t loaded[4];
         gpu::LoadMatrices(loaded, place + i * 512);
@@ -512,7 +515,7 @@ std::pair<float, uint64_t> MeasureWay(Gpu& gpu, Way way, const Call& call) {
 // With --list it says what it measures, and needs no GPU.
 int main(int argc, char** argv) {
   if (argc > 1 && std::strcmp(argv[1], "--list") == 0) {
-    std::printf("bytes a cycle: boxes\ncycles: mma.sync, ldmatrix.x4, cp.async\n");
+    std::printf("bytes a cycle: boxes\ncycles: mma.sync, ldmatrix.x4, cp.async, red.add\n");
     for (const Call& call : Calls()) {
       for (const Way way : kWays) {
         if (Serves(way, call)) std::printf("%s: %s\n", call.Name().c_str(), NameOf(way));
@@ -549,8 +552,8 @@ int main(int argc, char** argv) {
       gpu.BytesPerCycle<128>());
   std::printf(
       "},\n \"cycles\": {\"mma.sync\": %.2f, \"ldmatrix.x4\": %.2f, "
-      "\"ldmatrix.x4 and cp.async\": %.2f}\n}\n",
-      gpu.Cycles<Work::kMma>(), gpu.Cycles<Work::kLoadMatrices>(),
-      gpu.Cycles<Work::kLoadAndCopy>());
+      "\"ldmatrix.x4 and cp.async\": %.2f, \"red.add of 16 bytes\": %.2f}\n}\n",
+      gpu.Cycles<Work::kMma>(), gpu.Cycles<Work::kLoadMatrices>(), gpu.Cycles<Work::kLoadAndCopy>(),
+      gpu.Cycles<Work::kAddInMemory>());
   return is_right ? 0 : 1;
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -81,6 +82,8 @@ def run(
     machine: Any, kernel: Any, grid: tuple[int, ...], *arguments: Any, ptx: str | None = None
 ) -> str | None:
     """Runs a kernel. Returns the machine's error."""
+    if isinstance(machine, Driver):
+        return machine.run(kernel, grid, *arguments)
     boxes = iter(kernel.metadata.tensordesc_meta or ())
     values: list[Any] = []
     for x in arguments:
@@ -232,6 +235,72 @@ def test_tensor_cores_add_as_published(
     of_80, of_90 = (add_products(np.zeros_like(c), a, b, gpu).view(np.uint32) for gpu in (80, 90))
     np.testing.assert_array_equal(c.view(np.uint32), of_80 if capability < 90 else of_90)
     assert (of_80 != of_90).any()
+
+
+@pytest.mark.skipif(os.environ.get("XLA_GPU_TEST_ON") != "cuda", reason="asks a GPU")
+@pytest.mark.parametrize("change", [exponents_apart, cancels])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("target", [80, 90])
+def test_a_gpu_adds_as_the_model(
+    target: int, dtype: str, change: Callable[[np.ndarray, np.ndarray], None], kernels: Any
+) -> None:
+    """In bits, 65,536 sums of 8 products each: mma.sync, and wgmma of sm_90a code."""
+    driver = Driver()
+    if driver.capability < target:
+        pytest.skip("this GPU does not run such code")
+    a, b = numbers(1, 256, 128, dtype=dtype), numbers(2, 128, 256, dtype=dtype)
+    change(a, b)
+    c = matmul(driver, kernels, target, (64, 32, 32, 4), a, b)
+    expected = add_products(np.zeros_like(c), a, b, driver.capability)
+    np.testing.assert_array_equal(c.view(np.uint32), expected.view(np.uint32))
+
+
+class Driver:
+    """The driver of this machine's GPU, which runs PTX as the emulated GPU's library does."""
+
+    def __init__(self) -> None:
+        self._cuda = ctypes.CDLL("libcuda.so.1")
+        device, context = ctypes.c_int(), ctypes.c_void_p()
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        self._call("cuInit", 0)
+        self._call("cuDeviceGet", ctypes.byref(device), 0)
+        self._call("cuDeviceGetAttribute", ctypes.byref(major), 75, device)
+        self._call("cuDeviceGetAttribute", ctypes.byref(minor), 76, device)
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+        self._call("cuCtxSetCurrent", context)
+        self.capability = 10 * major.value + minor.value
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        assert getattr(self._cuda, name)(*arguments) == 0, name
+
+    def run(self, kernel: Any, grid: tuple[int, ...], *arguments: Any) -> None:
+        """Runs a kernel. Arrays are copied to the GPU, and back."""
+        module, function = ctypes.c_void_p(), ctypes.c_void_p()
+        metadata, values, copies = kernel.metadata, [], []
+        self._call("cuModuleLoadData", ctypes.byref(module), kernel.asm["ptx"].encode() + b"\0")
+        name = metadata.name.encode()
+        self._call("cuModuleGetFunction", ctypes.byref(function), module, name)
+        shared = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        self._call("cuFuncSetAttribute", function, shared, metadata.shared)
+        for x in arguments:
+            if isinstance(x, np.ndarray):
+                address, size = ctypes.c_void_p(), ctypes.c_size_t(x.nbytes)
+                self._call("cuMemAlloc_v2", ctypes.byref(address), size)
+                self._call("cuMemcpyHtoD_v2", address, ctypes.c_void_p(x.ctypes.data), size)
+                copies.append((x, address, size))
+                values.append(address)
+            else:
+                values.append(ctypes.c_int32(x))
+        values += [ctypes.c_void_p(), ctypes.c_void_p()]  # scratch that these kernels do not use
+        addresses = (ctypes.c_void_p * len(values))(*(ctypes.addressof(x) for x in values))
+        blocks, threads = (*grid, *[1] * (3 - len(grid))), (32 * metadata.num_warps, 1, 1)
+        self._call("cuLaunchKernel", function, *blocks, *threads, metadata.shared, None, addresses,
+                   None)  # fmt: skip
+        self._call("cuCtxSynchronize")
+        for x, address, size in copies:
+            self._call("cuMemcpyDtoH_v2", ctypes.c_void_p(x.ctypes.data), address, size)
+            self._call("cuMemFree_v2", address)
+        self._call("cuModuleUnload", module)
 
 
 @pytest.mark.pairwise

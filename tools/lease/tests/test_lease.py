@@ -166,8 +166,8 @@ def test_order(key: str, tmp_path: Path) -> None:
     found = {name: f"<{name}>" for name in names}
     check.check(steps, check.steps_of(), modules, found, key)
     done = steps.results["steps"]
-    assert [*done][:8] == [
-        *("import", "one order", "limits", "copies", "decode", "prefill"),
+    assert [*done][:9] == [
+        *("import", "one order", "products", "limits", "copies", "decode", "prefill"),
         *("kernels for Hopper", "kernels"),
     ]
     assert [step["name"] for step in check.steps_of([2])][:2] == ["invariant", "table"]
