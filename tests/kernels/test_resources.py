@@ -487,7 +487,7 @@ def test_a_warp_copies_boxes_with_few_instructions(folder: Path) -> None:
     [
         ("BFloat16", cycles.THREADS, (2200, 2400)),
         ("BFloat16", cycles.BOXES, (2150, 2350)),
-        ("Float8E4M3", cycles.THREADS, (2420, 2600)),
+        ("Float8E4M3", cycles.THREADS, (2420, 2640)),
     ],
     ids=["threads", "boxes", "float8"],
 )
@@ -689,7 +689,7 @@ def test_shared_memory_suffices_on_every_gpu(kernels: list[dict[str, Any]]) -> N
 
 @pytest.mark.parametrize(
     ("op", "launches"),
-    {"paged_attention": 4, "kv_cache_update": 1, "simple_add": 1, "varlen_attention": 6}.items(),
+    {"paged_attention": 2, "kv_cache_update": 1, "simple_add": 1, "varlen_attention": 6}.items(),
 )
 def test_launches(op: str, launches: int) -> None:
     (path,) = {CSRC / op / "cuda.cu", CSRC / op / "cuda/run.cu"} & set(CSRC.rglob("*.cu"))

@@ -215,15 +215,18 @@ class Producer {
       const TileState stage = next_stage_;
       next_stage_ = stage.Next();
       const uint32_t after_begin = tile * kTile + first_row - work.begin;
-      int32_t blocks[kStrips];  // of the strips
-      int32_t begins[kStrips];  // in the block
+      // Of the lane's row of scales: its block, and where its strip begins there.
+      [[maybe_unused]] int32_t own_block = 0, own_begin = 0;
       bool is_bad = false;
 #pragma unroll
       for (int strip = 0; strip < kStrips; ++strip) {
-        const int32_t block = blocks[strip] = gpu::Shuffle(id, lane);
-        begins[strip] = strip_in_block * kStrip;
+        const int32_t block = gpu::Shuffle(id, lane), begin_in_block = strip_in_block * kStrip;
+        if (kIs8Bit<C> && lane_ % kTile / kStrip == strip) {
+          own_block = block;
+          own_begin = begin_in_block;
+        }
         const uint32_t chunks = static_cast<uint32_t>(block) * cache_.block +
-                                (begins[strip] + first_row) * cache_.position;
+                                (begin_in_block + first_row) * cache_.position;
         const char* row_from = from + uint64_t{chunks} * 16;
         const bool exists = HasChunk() && IsBlock(block);
         if (strip == 0) shared_.tiles_barriers.WaitFreed(stage);
@@ -243,10 +246,9 @@ class Producer {
         }
       }
       if (kIs8Bit<C> && copies_keys_) {
-        const int row = lane_ % kTile, strip = row / kStrip;
-        const int32_t block = blocks[strip], offset = begins[strip] + row % kStrip;
-        const bool exists = IsBlock(block) && work.IsIn(tile * kTile + row);
-        WriteScales(work, exists, block, offset, row, stage);
+        const int row = lane_ % kTile;
+        const bool exists = IsBlock(own_block) && work.IsIn(tile * kTile + row);
+        WriteScales(work, exists, own_block, own_begin + row % kStrip, row, stage);
       }
       Arrive(stage, is_bad);
     } while (++tile < end);
