@@ -98,7 +98,14 @@ def _from_json(found: dict[str, Any]) -> Trial:
     case_fields = found["case"]
     if found["op"] == "paged_attention":
         case_fields["sequences"] = tuple(map(tuple, case_fields["sequences"]))
-    for name in ("num_seqs_shape", "made_scales", "lengths", "arrays", "prefix_seqs"):
+    for name in (
+        "num_seqs_shape",
+        "made_scales",
+        "norm_options",
+        "lengths",
+        "arrays",
+        "prefix_seqs",
+    ):
         if name in case_fields:
             case_fields[name] = tuple(case_fields[name])
     case: Any = _CASES[found["op"]](**case_fields)

@@ -8,13 +8,15 @@
 
 namespace xla_gpu::kv_cache_update {
 
-#define XLA_GPU_DECLARE(instruction_set) extern const HeadsKernel kHeadsKernel_##instruction_set;
-XLA_GPU_FOR_CPU_INSTRUCTION_SETS(XLA_GPU_DECLARE)
+#define XLA_GPU_DECLARE_HEADS(instruction_set) \
+  extern const HeadsKernel kHeadsKernel_##instruction_set;
+XLA_GPU_FOR_CPU_INSTRUCTION_SETS(XLA_GPU_DECLARE_HEADS)
 
 namespace {
 
-#define XLA_GPU_ADDRESS(instruction_set) &kHeadsKernel_##instruction_set,
-constexpr const HeadsKernel* kKernels[] = {XLA_GPU_FOR_CPU_INSTRUCTION_SETS(XLA_GPU_ADDRESS)};
+#define XLA_GPU_ADDRESS_OF_HEADS(instruction_set) &kHeadsKernel_##instruction_set,
+constexpr const HeadsKernel* kKernels[] = {
+    XLA_GPU_FOR_CPU_INSTRUCTION_SETS(XLA_GPU_ADDRESS_OF_HEADS)};
 
 }  // namespace
 
