@@ -16,7 +16,7 @@ REST = [("portable", 5, 16), ("portable prefill", 17, ANY)]
 
 
 def plan(**changes: Any) -> list[tuple[str, int, int, int, bool]]:
-    """Of a call with 4 query heads for each kv head, on a Hopper GPU."""
+    """A call with 4 query heads for each kv head, on a Hopper GPU."""
     sizes = {"num_tokens": 64, "num_heads": 8, "num_kv_heads": 2, "max_seqs": 4, "capacity": 4096}
     options = {"sliding_window": 0, "max_query_len": 0}
     kernels = {"has_decode": True, "long_rows": 128, "is_hopper": True, "launches_early": True}
@@ -69,7 +69,7 @@ def test_no_kernel_begins_early_that_does_not_wait() -> None:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        # Of 2 kv heads: at most 11 leaves of 4,096 positions for each of 4 sequences; at most 6
+        # For 2 kv heads: at most 11 leaves of 4,096 positions for each of 4 sequences; at most 6
         # tiles of 32 of the 64 tokens, with at most 17 splits.
         ({}, [1, 2 * 4 * 11, 2 * 6 * 17, 128]),
         ({"capacity": 256}, [2 * 4, 2 * 6 * 2, 128]),

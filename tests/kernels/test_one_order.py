@@ -190,6 +190,18 @@ def test_kernels_add_up_in_this_order(call: str, kernels: str, capability: int, 
             np.testing.assert_allclose(result[1][tokens, heads], lse, rtol=3e-7, atol=1e-6)
 
 
+def chunk_of(inputs: Inputs, s: int, first: int, last: int) -> Inputs:
+    """The tokens [first, last) of sequence s alone, with their context."""
+    starts, lens = np.full_like(inputs.query_start_loc, last), inputs.context_lens.copy()
+    starts[0], lens[0] = first, lens[s] - (inputs.query_start_loc[s + 1] - last)
+    return inputs._replace(
+        query_start_loc=starts,
+        context_lens=lens,
+        block_tables=np.roll(inputs.block_tables, -s, 0),
+        num_seqs=np.ones_like(inputs.num_seqs),
+    )
+
+
 @pytest.mark.parametrize(
     "features",
     [
@@ -214,18 +226,12 @@ def test_a_chunk_has_the_bits_of_a_whole(
     case = Case(id="chunk", sequences=((40, 1400),), **LONG | features)
     inputs, attributes = case.inputs(), case.attributes()
     gpu = type(gpu)(gpu.native, kernels, capability)
-    end, context_len = inputs.query_start_loc[1], inputs.context_lens[0]
+    end = int(inputs.query_start_loc[1])
     whole = gpus.attend(gpu, inputs, **attributes)
     assert_close_on_cuda(whole, inputs, attributes)
     for seed, length in enumerate((1, 2, 7, 33)):
-        lens, starts = inputs.context_lens.copy(), inputs.query_start_loc.copy()
-        lens[0], starts[:2] = context_len, (end - length, end)
-        chunk = gpus.attend(
-            gpu,
-            inputs._replace(context_lens=lens, query_start_loc=starts),
-            seed=seed,
-            **attributes,
-        )
+        alone = chunk_of(inputs, 0, end - length, end)
+        chunk = gpus.attend(gpu, alone, seed=seed, **attributes)
         assert_same_bits(chunk[end - length : end], whole[end - length : end])
 
 
@@ -281,13 +287,7 @@ def test_a_row_has_the_same_bits_in_all_kernels(seed: int, gpu: Gpu) -> None:
             begin, end = (int(inputs.query_start_loc[s + i]) for i in range(2))
             last = end if not case.causal or case.ranges else rng.randint(begin + 1, end)
             first = max(begin, last - rng.choice([1, 1, 3, 40]))
-            starts, lens = np.full_like(inputs.query_start_loc, last), inputs.context_lens.copy()
-            starts[0], lens[0] = first, lens[s] - (end - last)
-            tables = np.roll(inputs.block_tables, -s, 0)
-            chunk = inputs._replace(
-                query_start_loc=starts, context_lens=lens, block_tables=tables,
-                num_seqs=np.ones_like(inputs.num_seqs),
-            )  # fmt: skip
+            chunk = chunk_of(inputs, s, first, last)
             alone = gpus.attend(of_kernels, chunk, seed=seed + 1, **attributes)
             assert_same_bits(alone[first:last], output[first:last])
     if case.scales not in ("one", "per head"):  # the kernels of Hopper leave out one scale of all

@@ -40,7 +40,7 @@ def machine() -> Any:
 
 @pytest.fixture
 def step(request: pytest.FixtureRequest) -> int:
-    """Of the waits that are removed, make test tries each third."""
+    """The tests remove each wait; make test tries each third of them."""
     return 1 if request.config.getoption("--all", True) else 3
 
 

@@ -179,7 +179,7 @@ struct Kernels {
         p, [&](auto cache) { return PortableKernelFor<T, decltype(cache)>(device, p); });
   }
 
-  // Of the kernel for long queries; 0: there is none.
+  // The rows of a work item of the kernel for long queries; 0: there is none.
   int64_t LongRows() const {
     if (hopper) return hopper->rows_per_item;
     return long_portable ? long_portable->rows_per_item : 0;

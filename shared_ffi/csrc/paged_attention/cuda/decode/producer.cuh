@@ -215,7 +215,7 @@ class Producer {
       const TileState stage = next_stage_;
       next_stage_ = stage.Next();
       const uint32_t after_begin = tile * kTile + first_row - work.begin;
-      // Of the lane's row of scales: its block, and where its strip begins there.
+      // The block of the lane's row of scales, and where the row's strip begins in it.
       [[maybe_unused]] int32_t own_block = 0, own_begin = 0;
       bool is_bad = false;
 #pragma unroll
