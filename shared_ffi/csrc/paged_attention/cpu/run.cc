@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "arena.h"
+#include "huge_pages.h"
 #include "instruction_set.h"
 #include "schedule.h"
 

@@ -1,13 +1,13 @@
-// The compiled attention kernels and their head sizes. run.cu chooses among them.
+// The compiled attention kernels and their head sizes. kernel_choice.cuh chooses among them.
 #pragma once
 
 #include <type_traits>
 #include <utility>
 
 #include "../../gpu/launch.cuh"
-#include "choice.h"
 #include "cuda_build.h"  // CMake writes it
 #include "decode/numbers.h"
+#include "requirements.h"
 #include "scratch.h"
 #include "sm90/maps.h"
 

@@ -1,15 +1,10 @@
-// How large things are: work items and their tiles, what a kernel takes, and into how many splits a
-// long context is cut, which run side by side.
-//
-// A split is whole leaves of the order in which all kernels add up positions (order.h): how a
-// sequence is cut changes none of its bits.
+// How large things are: work items and their tiles, and what a kernel takes.
 #pragma once
 
 #include <cstdint>
 
 #include "../../storage.h"
 #include "../params.h"
-#include "order.h"
 
 namespace xla_gpu::paged_attention {
 
@@ -19,20 +14,8 @@ inline constexpr int kThreads = 128, kWarps = 4;
 // The positions of the largest KV tile of the kernels.
 inline constexpr int64_t kLargestTile = 128;
 
-// A sequence with at most so many positions is not split by the decode kernel.
-inline constexpr int32_t kMostUnsplit = kShortLeaf;
-
-// Slots of its partial results, times kv heads, that fill a large GPU evenly.
-inline constexpr int64_t kEnoughSlots = 36864;
-
-// Runs of a sequence with many leaves: whole groups, whose leaves thread blocks merge side by side.
-inline constexpr int64_t kMostRuns = 16;
-
 // Query rows (a row is a query token and head) that share one reading of K and V.
 inline constexpr int64_t kMaxRowsPerItem = 64;
-
-// Work items that fill a large GPU. A sequence that has them without splits is not split.
-inline constexpr int64_t kEnoughItems = 256;
 
 // a / b for 0 <= a < 2^32, which a GPU computes in a fraction of the instructions of a division of
 // 64 bits.
@@ -43,28 +26,6 @@ XLA_GPU_HOST_DEVICE inline int64_t DivideU32(int64_t a, int64_t b) {
 // Query tokens whose rows fit one query tile.
 XLA_GPU_HOST_DEVICE inline int64_t TokensPerTile(const Params& p) {
   return Larger(1, DivideU32(kMaxRowsPerItem, p.group.number));
-}
-
-// Most splits of a sequence with one query tile.
-XLA_GPU_HOST_DEVICE inline int64_t SplitLimit(const Params& p) {
-  return Larger(32, DivideU32(kEnoughItems, p.num_kv_heads));
-}
-
-// Most groups that a sequence is split into, whatever its length.
-inline constexpr int64_t kMaxGroupSplits = 128;
-
-// Most splits of a sequence with `q_len` query tokens. The more query tiles it has, the fewer
-// splits fill a GPU; that bounds its partial results, too.
-XLA_GPU_HOST_DEVICE inline int64_t SplitLimit(const Params& p, int64_t q_len) {
-  const int64_t tokens = TokensPerTile(p);
-  if (q_len <= tokens) return SplitLimit(p);
-  const int64_t tiles = DivideU32(q_len + tokens - 1, tokens);
-  return Larger(1, DivideU32(kEnoughItems, p.num_kv_heads * tiles));
-}
-
-// The most query tokens of a sequence that is split.
-XLA_GPU_HOST_DEVICE inline int64_t MaxSplitTokens(const Params& p) {
-  return TokensPerTile(p) * Larger(1, DivideU32(kEnoughItems / 2, p.num_kv_heads));
 }
 
 // The sequences that a kernel takes: those with at least `min` and at most `max` query tokens.

@@ -1,8 +1,7 @@
 // The memory where a split leaves what it found, and work items what was wrong.
 #pragma once
 
-#include "limits.h"
-#include "order.h"
+#include "splits.h"
 
 namespace xla_gpu::paged_attention {
 

@@ -11,8 +11,8 @@
 // turns the logits of one group after the other into weights: there are registers for one.
 #pragma once
 
-#include "../choice.h"
 #include "../products.cuh"
+#include "../requirements.h"
 #include "../slot.cuh"
 #include "warp_rows.cuh"
 

@@ -7,7 +7,7 @@
 
 #include <atomic>
 
-#include "../choice.h"
+#include "../requirements.h"
 
 namespace xla_gpu::paged_attention::sm90 {
 

@@ -1,4 +1,5 @@
-// Which kernels can take a call: what follows from its sizes, strides and addresses. run.cu asks.
+// Which kernels can take a call: what follows from its sizes, strides and addresses.
+// kernel_choice.cuh asks.
 #pragma once
 
 #include <cstdint>
