@@ -3,6 +3,7 @@ libraries. A program must be linked statically, start no threads and open no fil
 
 from __future__ import annotations
 
+import itertools
 import struct
 import sys
 from collections.abc import Callable, Iterable
@@ -28,14 +29,14 @@ ARGUMENTS = [arm64.UC_ARM64_REG_X0 + i for i in range(6)]
 def compile_objects(folder: Path, sources: Iterable[Path], *options: object) -> list[Path]:
     """Compiles sources in a folder, without warnings."""
 
-    def compiled(source: Path) -> Path:
-        to = folder / f"{source.parent.name}-{source.stem}.o"
+    def compiled(number: int, source: Path) -> Path:
+        to = folder / f"{number}-{source.stem}.o"  # several folders have a kernel.cc
         paths = [f"-I{path}" for path in INCLUDED]
         _run(*COMPILER, *FLAGS, *paths, *options, "-c", source, "-o", to)
         return to
 
     with ThreadPoolExecutor(2) as threads:
-        return list(threads.map(compiled, sources))
+        return list(threads.map(compiled, itertools.count(), sources))
 
 
 def compile_program(folder: Path, sources: Iterable[Path], *options: object) -> Path:
