@@ -8,8 +8,9 @@ from shared_ffi.spec import ArraySpec, Call, Smaller
 
 
 def forward_bytes(call: Call, smaller: Smaller = min) -> int:
-    """Lengths, K and V if these are copied, then the scratch of ``paged_attention``. Its longest
-    sequence is the block of positions that ``MakeTable`` of ``handler.cc`` makes."""
+    """Lengths, K and V if these are copied, block tables where sequences continue others, then the
+    scratch of ``paged_attention``. Its longest sequence is the block of positions that
+    ``MakeTable`` of ``handler.cc`` makes, or all tokens."""
     attributes = dict(call.attributes)
     num_tokens, num_heads, value_head_size = call.results[0].shape
     _, key, value, query_start_loc, *_ = call.operands
@@ -20,13 +21,14 @@ def forward_bytes(call: Call, smaller: Smaller = min) -> int:
     else:
         num_kv_heads = int(attributes.get("row_kv_heads", attributes["row_heads"]))
     max_seqs = query_start_loc.shape[0] - 1
+    has_prefixes = "prefix_seqs" in call.names
     paged = paged_attention.scratch_bytes(
         num_tokens,
         num_heads,
         num_kv_heads,
         value_head_size,
         max_seqs,
-        num_tokens // 2 * 2 + 1,
+        num_tokens if has_prefixes else num_tokens // 2 * 2 + 1,
         attributes,
         smaller,
     )
@@ -39,7 +41,8 @@ def forward_bytes(call: Call, smaller: Smaller = min) -> int:
         if num_kv_heads > 1 and strides[0] * value_head_size != strides[1] * head_size:
             itemsize = {"float32": 4, "float16": 2, "bfloat16": 2}[key.dtype]
             copied = -(-num_tokens * sum(columns) * itemsize // 16) * 16
-    return _lengths_bytes(max_seqs) + copied + paged
+    tables = -(-max_seqs * num_tokens // 4) * 16 if has_prefixes else 0
+    return _lengths_bytes(call, max_seqs) + copied + tables + paged
 
 
 def backward_bytes(call: Call, smaller: Smaller = min) -> int:
@@ -47,11 +50,12 @@ def backward_bytes(call: Call, smaller: Smaller = min) -> int:
     num_tokens, num_heads, _ = call.results[0].shape
     max_seqs = call.operands[6].shape[0] - 1
     numbers = 3 if "alibi_slopes" in call.names else 2
-    return _lengths_bytes(max_seqs) + 4 * numbers * num_tokens * num_heads
+    return _lengths_bytes(call, max_seqs) + 4 * numbers * num_tokens * num_heads
 
 
-def _lengths_bytes(max_seqs: int) -> int:
-    return 16 * (max_seqs + 1)
+def _lengths_bytes(call: Call, max_seqs: int) -> int:
+    of_prefixes = -(-3 * max_seqs // 4) * 16 if "prefix_seqs" in call.names else 0
+    return 16 * (max_seqs + 1) + of_prefixes
 
 
 def _stride(rows: ArraySpec) -> int:

@@ -264,12 +264,10 @@ def sound_calls() -> dict[str, HandlerCall]:
         ),
     }
     small = partial(VarlenCase, lengths=(3, 0, 2), head_size=8, padding=1)
-    features = tuple(x for x in varlen_attention.FEATURES if x != "prefix_seqs")
     window = {"sliding_window": 3, "window_right": 2, "soft_cap": 3.0, "max_query_len": 4}
     packed = [
         (small("plain", dtype="float16"), 0),
-        (small("all", value_head_size=4, arrays=features, options=window), 3),
-        (small("prefixes", arrays=("prefix_seqs",)), 0),  # which CUDA does not have
+        (small("all", value_head_size=4, arrays=varlen_attention.FEATURES, options=window), 3),
     ]
     made_scales = _update(updates["made-scales"], 5)
     rows = np.ones((2, 3), np.float32)

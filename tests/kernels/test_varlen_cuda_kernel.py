@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from harness.compare import assert_same_bits
+from harness.reference import PAGED_LAYOUT, as_paged
 from tests.cases.varlen import CASES, VarlenCase, oracle
 from tests.support import selection
 from tests.support.gpu import Gpu
@@ -19,27 +20,22 @@ from tests.support.varlen_calls import (
     ARRAYS,
     F32,
     FEATURES,
-    as_handlers_take_it,
+    assert_answers_share_their_prompt,
     assert_close,
     attend,
     differentiate,
 )
 
-CUDA_CASES = [
-    replace(case, arrays=tuple(x for x in case.arrays if x != "prefix_seqs"))
-    for case in CASES
-    if case.arrays != ("prefix_seqs",)
-]
 OF_16_BITS = [
     replace(case, id=f"{case.id}-of-16-bits", dtype="bfloat16")
-    for case in CUDA_CASES
+    for case in CASES
     if case.dtype == "float32" and "float32" not in case.id
 ]
 """Features that have a case in float32 alone: tensor cores have kernels of their own."""
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize("case", [*CUDA_CASES, *OF_16_BITS], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [*CASES, *OF_16_BITS], ids=lambda case: case.id)
 def test_varlen_attention_backward(case: VarlenCase, gpu: Gpu) -> None:
     """The gradients are those of float64, and have the same bits with any number of thread blocks:
     1, 3, 7 and all."""
@@ -103,34 +99,53 @@ def test_varlen_attention_backward_of_a_sequence_alone(small: VarlenCase, gpu: G
             assert_same_bits(of_batch[name][own], of_alone[name])
 
 
+PREFIXES = replace(SMALL, head_size=48, value_head_size=40, **ALL_FEATURES)
+PREFIXES = replace(PREFIXES, arrays=(*PREFIXES.arrays, "prefix_seqs"), prefix_seqs=(-1, 0, 0, 2, 2))
+
+
 @pytest.mark.parametrize("kernels", ["portable", "hopper"])
+@pytest.mark.parametrize("name", [*SMALL_CASES, "prefixes"])
 def test_varlen_attention_has_the_bits_of_paged_attention(
-    small: VarlenCase, kernels: str, gpu: Gpu
+    name: str, kernels: str, gpu: Gpu
 ) -> None:
     """On a cache with blocks of one token, with 1 thread block and with all."""
     gpu = gpu.on_hopper() if kernels == "hopper" else gpu
-    arguments = small()
-    arrays, _ = as_handlers_take_it(arguments, 6)
-    key, value = arrays.pop("key"), arrays.pop("value")
+    arguments = (SMALL_CASES | {"prefixes": PREFIXES})[name]()
     options = {name: x for name, x in arguments.items() if name in FEATURES or np.isscalar(x)}
-    inputs = [arrays.pop("query"), key, np.diff(arrays["query_start_loc"])]
-    inputs.append(arrays["query_start_loc"][:-1, None] + np.arange(len(key), dtype=np.int32))
-    inputs += [arrays["query_start_loc"], arrays["num_seqs"]]
-    expected = attend_paged(
-        gpu, inputs, value_cache=value, kv_layout="nhd", return_lse=True, **options
-    )
+    inputs, value = as_paged(*[arguments[x] for x in ARRAYS], options.pop("prefix_seqs", None))
+    inputs = [x.astype(np.int32) if x.dtype.kind == "i" else x for x in inputs]
+    options |= {"value_cache": value, "kv_layout": PAGED_LAYOUT, "return_lse": True}
+    expected = attend_paged(gpu, inputs, **options)
     for seed in (0, 1):
         assert_same_bits(attend(gpu, arguments, seed), expected)
 
 
-def test_varlen_attention_refuses_prefixes(gpu: Gpu) -> None:
-    arguments, dout = replace(SMALL, arrays=("prefix_seqs",))(), SMALL.weights()
-    message = "prefix_seqs is not implemented on CUDA"
-    with pytest.raises(RuntimeError, match=f"^varlen_attention: {message}"):
-        attend(gpu, arguments)
-    forward = dout, np.zeros(dout.shape[:2], F32)
-    with pytest.raises(RuntimeError, match=f"^varlen_attention_backward: {message}"):
-        differentiate(gpu, arguments, dout, forward)
+@pytest.mark.parametrize("kernels", ["portable", "hopper"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_varlen_attention_of_answers_that_share_their_prompt(
+    dtype: str, kernels: str, gpu: Gpu
+) -> None:
+    assert_answers_share_their_prompt(gpu.on_hopper() if kernels == "hopper" else gpu, dtype)
+
+
+@pytest.mark.parametrize("faulty", [1, 9, -2, 2**31 - 1, -(2**31)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_varlen_attention_of_faulty_prefixes(faulty: int, dtype: str, gpu: Gpu) -> None:
+    """Sequences that name no earlier one, and those that continue them, are NaN. What others have
+    are the bits that they have without."""
+    fields: dict[str, Any] = {"arrays": ("prefix_seqs",), "prefix_seqs": (-1, -1, -1, 0)}
+    case = replace(SMALL, lengths=(5, 30, 102, 7), padding=1, dtype=dtype, **fields)
+    arguments, dout = case(), case.weights()
+    right = attend(gpu, arguments)
+    expected = differentiate(gpu, arguments, dout, right)
+    wrong = arguments | {"prefix_seqs": np.array([-1, faulty, 1, 0, faulty], np.int32)}
+    found = {"output": (attend(gpu, wrong, 1)[0], right[0])}
+    gradients = differentiate(gpu, wrong, dout, right, 1)
+    found |= {name: (gradients[name], expected[name]) for name in ARRAYS[:3]}
+    for array, of_right in found.values():
+        assert np.isnan(array[5:137].astype(F32)).all()
+        for own in (slice(0, 5), slice(137, None)):
+            assert_same_bits(array[own], of_right[own])
 
 
 LENGTHS: dict[str, tuple[dict[int, int], dict[str, Any]]] = {

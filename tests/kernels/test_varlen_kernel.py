@@ -28,6 +28,7 @@ from tests.support.varlen_calls import (
     TARGET,
     TOLERANCES,
     as_handlers_take_it,
+    assert_answers_share_their_prompt,
     assert_close,
 )
 
@@ -152,43 +153,9 @@ def test_varlen_attention_backward_of_a_sequence_alone(case: VarlenCase) -> None
             assert_same_bits(together[name][start:end], alone[name])
 
 
-ANSWERS = (90, 33, 1, 64, 0, 110)
-"""A prompt and its answers. Its length is no multiple of a tile's."""
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_varlen_attention_of_answers_that_share_their_prompt(dtype: str) -> None:
-    """Outputs have the bits that they have where each answer has a prompt of its own, and the
-    gradients of the prompt are the sums of theirs. A prompt and its answers have the same bits in
-    any batch."""
-    fields: dict[str, Any] = {"dtype": dtype, "arrays": ("prefix_seqs",), "padding": 0}
-    case = VarlenCase("answers", ANSWERS, prefix_seqs=(-1, *[0] * 5), **fields)
-    arguments, dout = case(), case.weights()
-    output, _ = attend(arguments, 2)
-    found = differentiate(arguments, dout, 2)
-    sums = {name: np.zeros(x.shape) for name, x in found.items()}
-    starts, prompt = arguments["query_start_loc"], np.arange(ANSWERS[0])
-    for s, (start, end) in enumerate(pairwise(starts)):
-        tokens = np.arange(start, end) if s == 0 else np.array([*prompt, *range(start, end)])
-        alone = {name: arguments[name][tokens] for name in ROWS}
-        alone |= {"query_start_loc": np.array([0, len(tokens)], I32), "num_seqs": I32([1])}
-        alone = {x: y for x, y in (arguments | alone).items() if x != "prefix_seqs"}
-        of_answer = attend(alone)[0][-(end - start) or len(tokens) :]
-        assert_same_bits(output[start:end], of_answer)
-        own = dout[tokens].copy()
-        own[: len(tokens) - (end - start)] = 0
-        for name, gradient in differentiate(alone, own).items():
-            np.add.at(sums[name], tokens, gradient.astype(np.float64))
-    for name, gradient in found.items():
-        error = np.abs(gradient.astype(np.float64) - sums[name]).max()
-        assert error <= 2 * TOLERANCES[dtype] * np.abs(sums[name]).max()  # parts are rounded, too
-
-    twice = {name: np.concatenate([arguments[name], arguments[name]]) for name in ROWS}
-    twice["query_start_loc"] = np.array([*starts, *(starts[1:] + starts[-1])], I32)
-    twice |= {"prefix_seqs": I32([-1, *[0] * 5, -1, *[6] * 5]), "num_seqs": I32([12])}
-    in_batch = differentiate(arguments | twice, np.concatenate([dout, dout]), 64)
-    for name, gradient in found.items():
-        assert_same_bits(in_batch[name], np.concatenate([gradient, gradient]))
+    assert_answers_share_their_prompt(Cpu(), dtype, TOLERANCES)
 
 
 @pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf], ids=str)

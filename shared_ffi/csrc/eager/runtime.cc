@@ -131,7 +131,7 @@ void RunOnTeam(StartTeam* start_team, int64_t num_threads, const std::function<v
     const std::thread::id caller = std::this_thread::get_id();
     std::atomic<int64_t> num_came{0};
     Clock::time_point begin{}, end{};  // of the caller's work
-    bool all_came = false;         // before that end
+    bool all_came = false;             // before that end
 
     void Work() {  // on each thread
       TellSanitizerOfReads(this);

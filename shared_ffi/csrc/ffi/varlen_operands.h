@@ -92,15 +92,6 @@ inline ffi::Error ReadForward(CallReader* call, const RowLayouts& layouts, Param
   return call->error();
 }
 
-// The page tables of the CUDA kernels have one range of tokens for each sequence.
-inline ffi::Error RefusePrefixes(const char* op, const Params& p) {
-  if (p.prefix_seqs == nullptr) return ffi::Error::Success();
-  return {ffi::ErrorCode::kUnimplemented,
-          StrCat(op,
-                 ": prefix_seqs is not implemented on CUDA. Call it on the CPU, or repeat the "
-                 "prefix in each sequence")};
-}
-
 // CUDA kernels number rows, up to the end of a block of 128 tokens, in 32 bits.
 inline void RefuseTooManyRows(CallReader* call, const Params& p) {
   constexpr int64_t kMaxRows = INT32_MAX;

@@ -66,7 +66,6 @@ ffi::Error OnCuda(ffi::RemainingArgs operands, ffi::RemainingRets results,
       kOp, operands, results, attributes,
       {"query", "key", "value", "output", "lse", "dout", "query_start_loc", "num_seqs"});
   XLA_GPU_RETURN_IF_ERROR(MakeParams(&call, &params));
-  XLA_GPU_RETURN_IF_ERROR(RefusePrefixes(kOp, params.forward));
   RefuseTooManyRows(&call, params.forward);
   if (params.forward.head_size > kMaxGradientHeadSize) {
     call.Refuse("query", "have a head_size of at most ", kMaxGradientHeadSize, " on CUDA");

@@ -35,7 +35,8 @@ ffi::Error OnCpu(ffi::RemainingArgs operands, ffi::RemainingRets results,
 #ifdef XLA_GPU_CUDA
 // The page tables of the kernels need one. Blocks overlap: block t has the positions from token t
 // on, so that a sequence's table is one entry, its first token. An odd number of positions, as no
-// tensor copy may read a block as a whole. K and V are in proportion.
+// tensor copy may read a block as a whole. With prefix_seqs, a block is one token, and a kernel
+// makes the table. K and V are in proportion.
 void MakeTable(Params* p) {
   KvCache& cache = p->cache;
   const int64_t stride = cache.block_stride, value_stride = cache.OffsetOfValue(stride);
@@ -47,6 +48,7 @@ void MakeTable(Params* p) {
     cache.SetUnits(from / common, to / common);
     if (is_one_head) cache.head_stride = 0;
   }
+  if (p->prefix_seqs != nullptr) return;
   cache.position_stride = stride;
   p->max_blocks_per_seq = 1;
   p->block_size = p->num_tokens | 1;
@@ -60,11 +62,11 @@ ffi::Error OnCuda(ffi::RemainingArgs operands, ffi::RemainingRets results,
   CallReader call(kOp, operands, results, attributes,
                   {"query", "key", "value", "query_start_loc", "num_seqs"});
   XLA_GPU_RETURN_IF_ERROR(MakeParams(&call, /*num_scratch=*/1, &params));
-  XLA_GPU_RETURN_IF_ERROR(RefusePrefixes(kOp, params));
   RefuseTooManyRows(&call, params);
   const Params given = params;
   KvCache& cache = params.cache;
   const int64_t copied_bytes = CopiedBytes(params), lengths_bytes = LengthsBytes(params);
+  const int64_t tables_bytes = TablesBytes(params);
   const int64_t columns = params.num_kv_heads * params.head_size;
   const int64_t value_columns = params.num_kv_heads * params.value_head_size;
   if (copied_bytes > 0) {
@@ -73,7 +75,7 @@ ffi::Error OnCuda(ffi::RemainingArgs operands, ffi::RemainingRets results,
   }
   MakeTable(&params);
   paged_attention::Scratch scratch;
-  const int64_t before = lengths_bytes + copied_bytes;
+  const int64_t before = lengths_bytes + copied_bytes + tables_bytes;
   const int64_t num_bytes = before + MakeScratch(params, nullptr, &scratch);
   void* memory = call.Result(call.num_results() - 1, "scratch", {ffi::U8}, {{num_bytes}});
   XLA_GPU_RETURN_IF_ERROR(call.Finish());
@@ -87,8 +89,9 @@ ffi::Error OnCuda(ffi::RemainingArgs operands, ffi::RemainingRets results,
     copies = {{given.cache.keys, stride, columns, cache.keys},
               {given.cache.values, given.cache.OffsetOfValue(stride), value_columns, cache.values}};
   }
-  return Launched(kOp,
-                  RunForwardOnCuda(params, MakeLengths(params, memory), copies, scratch, stream));
+  auto* const tables = reinterpret_cast<int32_t*>(bytes + lengths_bytes + copied_bytes);
+  return Launched(
+      kOp, RunForwardOnCuda(params, MakeLengths(params, memory), copies, tables, scratch, stream));
 }
 #endif
 

@@ -9,11 +9,11 @@
 //
 //   xla_gpu_varlen_attention
 //     operands: query, key, value, query_start_loc, num_seqs,
-//               [sinks], [alibi_slopes], [bidirectional_ranges], [causal]
+//               [sinks], [alibi_slopes], [bidirectional_ranges], [causal], [prefix_seqs]
 //     results:  output, [lse], and on CUDA scratch
 //   xla_gpu_varlen_attention_backward
 //     operands: query, key, value, output, lse, dout, query_start_loc, num_seqs,
-//               [sinks], [alibi_slopes], [bidirectional_ranges], [causal]
+//               [sinks], [alibi_slopes], [bidirectional_ranges], [causal], [prefix_seqs]
 //     results:  dquery, dkey, dvalue, [dsinks], [dalibi_slopes], and on CUDA scratch
 //
 // Attributes are those of paged_attention: scale, sliding_window, soft_cap, [window_right],

@@ -503,7 +503,6 @@ class EmulatedRunner:
             is_large = len(inputs[0]) * inputs[0].shape[1] > _MOST_TRAINED_ROWS
             if is_large or trial.handler_only:
                 return
-            attributes.pop("prefix_seqs", None)  # CUDA has none
             gpus = gpus[:1]  # they share the kernels of the derivative
         for device in gpus:
             try:

@@ -65,6 +65,7 @@ class CudaCoreItem {
         scratch_(scratch),
         layout_(gpu::SharedMemory()),
         block_(block),
+        queries_(block),
         kv_head_(kv_head),
         begin_(block.begin * (kOfKeys ? 1 : static_cast<int32_t>(b.forward.group.number)) +
                part * kRows) {}
@@ -75,25 +76,28 @@ class CudaCoreItem {
     if (first >= block_.len) return;
     const int32_t last = min(TokenOf(begin_ + kRows - 1), block_.len - 1);
     __syncthreads();  // everyone has left the part before
-    Load<T, kOfKeys>(begin_, layout_.own);
-    Span others;
-    if constexpr (kOfKeys) {
-      others = RowsThatMayAttend(p_, block_.Tokens(), first, last + 1);
-    } else {
-      others = PositionsThatMayBeAttended(p_, block_.Tokens(), first, last);
-    }
-    const auto end = static_cast<int32_t>(others.end);
+    Load<T, kOfKeys>(kOfKeys ? block_.first_position + begin_ : begin_, layout_.own);
     float sums[2][kSums] = {}, slopes[kPairs] = {};
-    for (auto tile = static_cast<int32_t>(others.begin) / kRows * kRows; tile < end;
-         tile += kRows) {
-      __syncthreads();  // everyone has left the tile before
-      Load<T, !kOfKeys>(tile, layout_.others);
-      __syncthreads();
-      if (!AnyAttends(tile)) continue;
-      Weigh(tile, slopes);
-      __syncthreads();
-      Add(sums);
-    }
+    do {
+      Span others;
+      if constexpr (kOfKeys) {
+        const int32_t before = block_.first_position;
+        others = RowsThatMayAttend(p_, queries_.Tokens(), before + first, before + last + 1);
+      } else {
+        others = PositionsThatMayBeAttended(p_, block_.Tokens(), first, last);
+      }
+      const auto end = static_cast<int32_t>(others.end);
+      for (auto tile = static_cast<int32_t>(others.begin) / kRows * kRows; tile < end;
+           tile += kRows) {
+        __syncthreads();  // everyone has left the tile before
+        Load<T, !kOfKeys>(tile, layout_.others);
+        __syncthreads();
+        if (!AnyAttends(tile)) continue;
+        Weigh(tile, slopes);
+        __syncthreads();
+        Add(sums);
+      }
+    } while (kOfKeys && queries_.NextThatContinues(scratch_.lengths, block_.sequence));
     if constexpr (kOfKeys) {
       Write<T>(sums[0], p_.scale, b_.dkey, p_.num_kv_heads, p_.head_size);
       Write<T>(sums[1], 1, b_.dvalue, p_.num_kv_heads, p_.value_head_size);
@@ -119,29 +123,30 @@ class CudaCoreItem {
     }
   }
 
-  // Loads kRows rows of K and V, or of the query and the gradient of the output. What does not
-  // exist becomes zeros.
+  // Loads kRows rows of K and V from a position on, or of the query and the gradient of the
+  // output. What does not exist becomes zeros.
   template <typename T, bool kKeys>
   __device__ void Load(int32_t begin, float* const (&to)[2]) const {
     for (int row = Warp(); row < kRows; row += kWarps) {
       const T* from[2];
       bool exists;
       if constexpr (kKeys) {
-        exists = begin + row < block_.len;
-        const int64_t token = int64_t{block_.first_token} + (exists ? begin + row : 0);
+        exists = begin + row < block_.first_position + block_.len;
+        const int64_t token =
+            exists ? block_.TokenAt<true>(scratch_.lengths, begin + row) : block_.first_token;
         from[0] = KeyRow<T>(p_, token, kv_head_);
         from[1] = ValueRow<T>(p_, token, kv_head_);
       } else {
         const RowPlace place(p_, kv_head_, begin + row);
-        exists = place.token < block_.len;
-        const int64_t token = int64_t{block_.first_token} + (exists ? place.token : 0);
+        exists = place.token < queries_.len;
+        const int64_t token = int64_t{queries_.first_token} + (exists ? place.token : 0);
         from[0] = QueryRow<T>(p_, token, place.head);
         from[1] = DoutRow<T>(b_, token, place.head);
         if (Lane() == 0) {
           layout_.rows[row] =
               exists ? scratch_.rows[token * p_.num_heads + place.head] : RowNumbers();
-          layout_.masks[row] = RowMask(p_, block_.Tokens(), place.token);
-          layout_.biases[row] = RowBias(p_, place);
+          layout_.masks[row] = RowMask(p_, queries_.Tokens(), place.token);
+          layout_.biases[row] = RowBias(p_, queries_, place);
         }
       }
       const int64_t columns[2] = {p_.head_size, p_.value_head_size};
@@ -158,12 +163,12 @@ class CudaCoreItem {
   // The numbers of a pair of rows: of the query row among kRows, and of the position.
   __device__ int QueryOf(int own, int other) const { return kOfKeys ? other : own; }
   __device__ int32_t PositionOf(int32_t tile, int own, int other) const {
-    return kOfKeys ? begin_ + own : tile + other;
+    return kOfKeys ? block_.first_position + begin_ + own : tile + other;
   }
 
   // Whether any row attends to any position. Also a barrier.
   __device__ bool AnyAttends(int32_t tile) const {
-    const int32_t from = kOfKeys ? begin_ : tile;
+    const int32_t from = PositionOf(tile, 0, 0);
     const auto row = static_cast<int>(threadIdx.x);
     return __syncthreads_or(row < kRows && layout_.masks[row].Meets(from, from + kRows));
   }
@@ -245,6 +250,7 @@ class CudaCoreItem {
   const BackwardScratch& scratch_;
   const Layout layout_;
   const TokenBlock block_;
+  TokenBlock queries_;  // the sequence of the query rows: this one, or one that continues it
   const int32_t kv_head_;
   const int32_t begin_;  // of the rows that are owned, counted from the sequence's first
 };
@@ -253,7 +259,7 @@ template <typename T, int kHeadSize, bool kOfKeys>
 __global__ void __launch_bounds__(kThreads, 2)
     CudaCoreGradients(BackwardParams b, BackwardScratch scratch) {
   const int64_t rows = kBlockTokens * (kOfKeys ? int64_t{1} : int64_t{b.forward.group.number});
-  ForParts<!kOfKeys>(
+  ForParts<!kOfKeys, /*kMayContinue=*/true>(
       b.forward, scratch.lengths, rows / CudaCoreLayout<kHeadSize>::kRows,
       [&](const TokenBlock& block, int32_t part, int32_t kv_head) {
         CudaCoreItem<kHeadSize, kOfKeys>(b, scratch, block, part, kv_head).template Compute<T>();

@@ -104,7 +104,7 @@ void AddLaunches(std::integer_sequence<int, kHeadSizes...>,
 }  // namespace
 
 gpu::Error RunForwardOnCuda(Params params, const Lengths& lengths,
-                            const std::vector<RowsCopy>& copies,
+                            const std::vector<RowsCopy>& copies, int32_t* tables,
                             const paged_attention::Scratch& scratch, void* stream) {
   gpu::Device device;
   if (gpu::Error error = gpu::Device::Current(&device)) return error;
@@ -121,6 +121,15 @@ gpu::Error RunForwardOnCuda(Params params, const Lengths& lengths,
   }
   params.query_start_loc = params.block_tables = lengths.starts;
   params.context_lens = lengths.lens;
+  if (params.prefix_seqs != nullptr) {
+    const gpu::Kernel<Params, Lengths, int32_t*> make{MakeTables, kThreads};
+    if (gpu::Error error =
+            make.LaunchResident(device, params.max_seqs, stream, params, lengths, tables)) {
+      return error;
+    }
+    params.block_tables = tables;
+    params.context_lens = lengths.context_lens;
+  }
   return paged_attention::RunOnCuda(params, scratch, stream);
 }
 
@@ -135,6 +144,7 @@ std::vector<paged_attention::KernelLaunch> KernelLaunches() {
   std::vector<paged_attention::KernelLaunch> launches = {
       {"CopyLengths", 0, 0, 0, kThreads, kLengthsSharedBytes},
       {"CopyTokens", 0, 0, 0, kThreads, 0},
+      {"MakeTables", 0, 0, 0, kThreads, 0},
       {"PrepareRows", 0, 0, 0, kThreads, 0},
       {"SumOverTokens", 0, 0, 0, kThreads, kSumSharedBytes},
       {"CudaCoreGradients", 128, 0, 0, kThreads, CudaCoreLayout<128>::kSharedBytes},

@@ -21,9 +21,9 @@ struct RowsCopy {
 };
 
 // Queues kernels that copy the lengths of a call and rows, and those of paged_attention, which read
-// the copies.
+// the copies. `tables`: where block tables are made if there is prefix_seqs.
 gpu::Error RunForwardOnCuda(Params params, const Lengths& lengths,
-                            const std::vector<RowsCopy>& copies,
+                            const std::vector<RowsCopy>& copies, int32_t* tables,
                             const paged_attention::Scratch& scratch, void* stream);
 
 // Queues four kernels, or five where there are sinks or slopes, and waits for nothing.

@@ -21,8 +21,14 @@ struct Lengths {
   // The sequences before the first one without a valid range of tokens, if there is one; whether
   // there is; and whether any sequence is faulty.
   int32_t* summary;  // [3]
+  // Where there is prefix_seqs, a copy of it; the positions before a sequence's own tokens; and
+  // all of its positions, -1 where lens is. Else null.
+  int32_t* prefix_seqs;      // [max_seqs]
+  int32_t* first_positions;  // [max_seqs]
+  int32_t* context_lens;     // [max_seqs]
 };
 inline constexpr int64_t kSummary = 3;  // with it, all sizes are multiples of 16 bytes
+inline constexpr int64_t kPrefixArrays = 3;
 
 // What the derivative needs of a query row: its log-sum-exp, in units of 1 / log2(e), infinite
 // where it attends to nothing; and the product of its output and the gradient of that.
@@ -39,7 +45,14 @@ struct BackwardScratch {
 
 // The sizes in bytes of the parts of a scratch, as shared_ffi/varlen_scratch.py computes them.
 inline int64_t LengthsBytes(const Params& p) {
-  return (4 * p.max_seqs + 1 + kSummary) * static_cast<int64_t>(sizeof(int32_t));
+  const int64_t of_prefixes =
+      p.prefix_seqs == nullptr ? 0 : paged_attention::CeilDiv(kPrefixArrays * p.max_seqs, 4) * 4;
+  return (4 * p.max_seqs + 1 + kSummary + of_prefixes) * static_cast<int64_t>(sizeof(int32_t));
+}
+// The block tables of the forward where there is prefix_seqs: a block is a token.
+inline int64_t TablesBytes(const Params& p) {
+  if (p.prefix_seqs == nullptr) return 0;
+  return paged_attention::CeilDiv(p.max_seqs * p.num_tokens, 4) * 16;
 }
 inline int64_t RowBytes(const Params& p) {
   return p.num_heads *
@@ -67,6 +80,13 @@ inline Lengths MakeLengths(const Params& p, void* memory) {
   lengths.lens = lengths.starts + p.max_seqs + 1;
   lengths.is_causal = lengths.lens + p.max_seqs;
   lengths.block_ends = lengths.is_causal + p.max_seqs;
+  if (p.prefix_seqs == nullptr) {
+    lengths.prefix_seqs = lengths.first_positions = lengths.context_lens = nullptr;
+  } else {
+    lengths.prefix_seqs = lengths.block_ends + p.max_seqs;
+    lengths.first_positions = lengths.prefix_seqs + p.max_seqs;
+    lengths.context_lens = lengths.first_positions + p.max_seqs;
+  }
   return lengths;
 }
 

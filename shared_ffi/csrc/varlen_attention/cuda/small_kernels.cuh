@@ -6,6 +6,19 @@
 
 namespace xla_gpu::varlen_attention {
 
+// The tokens of the sequences that sequence s continues; -1 if one of them, or s, is faulty.
+__device__ __forceinline__ int64_t PositionsBefore(const Lengths& lengths, int64_t s) {
+  int64_t before = 0;
+  while (lengths.lens[s] >= 0) {
+    const int32_t prefix = lengths.prefix_seqs[s];
+    if (prefix == -1) return before;
+    if (prefix < 0 || prefix >= s) return -1;
+    s = prefix;
+    before += lengths.lens[s];
+  }
+  return -1;
+}
+
 // One thread block. All threads see the same lengths from here on.
 __global__ void __launch_bounds__(kThreads) CopyLengths(Params p, Lengths to) {
   auto* const shared = reinterpret_cast<int32_t*>(gpu::SharedMemory());  // [kWarps + 1]
@@ -16,6 +29,7 @@ __global__ void __launch_bounds__(kThreads) CopyLengths(Params p, Lengths to) {
     if (s == p.max_seqs) continue;
     const bool is_causal = p.causal != nullptr && gpu::LoadOnce(p.causal + s) != 0;
     to.is_causal[s] = p.is_causal || is_causal;
+    if (p.prefix_seqs != nullptr) to.prefix_seqs[s] = gpu::LoadOnce(p.prefix_seqs + s);
   }
   __syncthreads();
   const int64_t claimed = shared[kWarps];
@@ -61,6 +75,19 @@ __global__ void __launch_bounds__(kThreads) CopyLengths(Params p, Lengths to) {
     }
     for (int w = 0; w < kWarps; ++w) before += shared[w];
   }
+  if (p.prefix_seqs != nullptr) {
+    __syncthreads();  // all lengths are there
+    for (int64_t s = thread; s < p.max_seqs; s += kThreads) {
+      const int64_t first = s < valid ? PositionsBefore(to, s) : -1;
+      to.first_positions[s] = static_cast<int32_t>(first);
+      to.context_lens[s] = static_cast<int32_t>(first < 0 ? -1 : first + to.lens[s]);
+      is_faulty = is_faulty || (s < valid && first < 0);
+    }
+    __syncthreads();  // nobody reads lengths any more
+    for (int64_t s = thread; s < p.max_seqs; s += kThreads) {
+      if (to.context_lens[s] < 0) to.lens[s] = -1;
+    }
+  }
   is_faulty = __syncthreads_or(is_faulty);
   if (thread > 0) return;
   to.summary[0] = valid;
@@ -68,6 +95,19 @@ __global__ void __launch_bounds__(kThreads) CopyLengths(Params p, Lengths to) {
   to.summary[2] = is_faulty;
 }
 inline constexpr int kLengthsSharedBytes = (kWarps + 1) * sizeof(int32_t);
+
+// Writes block tables whose blocks are tokens, [max_seqs, num_tokens]: a thread block for each
+// sequence.
+__global__ void __launch_bounds__(kThreads) MakeTables(Params p, Lengths lengths, int32_t* tables) {
+  for (int64_t s = blockIdx.x; s < p.max_seqs; s += gridDim.x) {
+    if (lengths.lens[s] < 0) continue;
+    const auto sequence = TokenBlock::Of</*kMayContinue=*/true>(lengths, s, 0);
+    const int32_t len = lengths.context_lens[s];
+    for (int32_t i = static_cast<int32_t>(threadIdx.x); i < len; i += kThreads) {
+      tables[s * p.num_tokens + i] = static_cast<int32_t>(sequence.TokenAt<true>(lengths, i));
+    }
+  }
+}
 
 // Copies rows of tokens, a warp each.
 template <typename T>

@@ -42,13 +42,14 @@ __device__ __forceinline__ void CopyRows(const Params& p, T* first, int64_t firs
 }
 
 // K and V of positions from `begin` on.
-template <int kPositions, int kNumThreads, typename Rows, typename T>
-__device__ __forceinline__ void CopyPositions(const Params& p, const TokenBlock& block,
-                                              int32_t kv_head, int32_t begin, T* keys, T* values) {
+template <int kPositions, int kNumThreads, bool kMayContinue, typename Rows, typename T>
+__device__ __forceinline__ void CopyPositions(const Params& p, const Lengths& lengths,
+                                              const TokenBlock& block, int32_t kv_head,
+                                              int32_t begin, T* keys, T* values) {
   CopyRows<kPositions, kNumThreads, Rows>(
       p, keys, p.head_size, values, p.value_head_size, [&](int row, const auto& use) {
-        if (begin + row >= block.len) return;
-        const int64_t token = int64_t{block.first_token} + begin + row;
+        if (begin + row >= block.first_position + block.len) return;
+        const int64_t token = block.TokenAt<kMayContinue>(lengths, begin + row);
         use(KeyRow<T>(p, token, kv_head), ValueRow<T>(p, token, kv_head));
       });
 }
@@ -111,6 +112,7 @@ struct KeyGradientsLayout {
 
 // The gradients of K and V of kPositions positions of a kv head. Query tiles, counted from the
 // sequence's first row, are added up one after the other: a row is a token and a head of the group.
+// kGeneral: those of the sequences that continue this one follow, one sequence after the other.
 template <typename T, int kHeadSize, bool kGeneral>
 class KeyGradients {
   using Layout = KeyGradientsLayout<T, kHeadSize>;
@@ -127,6 +129,7 @@ class KeyGradients {
         scratch_(scratch),
         layout_(gpu::SharedMemory()),
         block_(block),
+        queries_(block),
         kv_head_(kv_head),
         begin_(block.begin + part * Layout::kPositions),
         end_(static_cast<int32_t>(Smaller(begin_ + Layout::kPositions, block.len))) {}
@@ -134,30 +137,32 @@ class KeyGradients {
   __device__ __forceinline__ void Compute() {
     if (begin_ >= block_.len) return;
     __syncthreads();  // everyone has left the part before
-    CopyPositions<Layout::kPositions, kThreads, Rows>(p_, block_, kv_head_, begin_, layout_.keys,
-                                                      layout_.values);
-    const Span rows = RowsThatMayAttend(p_, block_.Tokens(), begin_, end_);
-    const auto end = static_cast<int32_t>((rows.end + kTileRows - 1) / kTileRows);
-    int32_t tile = Next(static_cast<int32_t>(rows.begin / kTileRows), end);
-    if (tile < end) CopyTile(tile, 0);
-    gpu::CommitCopies();
+    CopyPositions<Layout::kPositions, kThreads, false, Rows>(p_, scratch_.lengths, block_, kv_head_,
+                                                             From(), layout_.keys, layout_.values);
     Products keys, values;
     int stage = 0;
-    while (tile < end) {
-      gpu::WaitCopies<0>();
-      __syncthreads();  // the tile is here, and everyone has left the one before
-      const int32_t next = Next(tile + 1, end);
-      if (kStages > 1 && next < end) CopyTile(next, kStages - 1 - stage);
+    do {
+      const Span rows = RowsThatMayAttend(p_, Queries().Tokens(), From(), To());
+      const auto end = static_cast<int32_t>((rows.end + kTileRows - 1) / kTileRows);
+      int32_t tile = Next(static_cast<int32_t>(rows.begin / kTileRows), end);
+      if (tile < end) CopyTile(tile, stage);
       gpu::CommitCopies();
-      AddTile(tile, stage, &keys, &values);
-      if (kStages == 1) {
-        __syncthreads();
-        if (next < end) CopyTile(next, 0);
+      while (tile < end) {
+        gpu::WaitCopies<0>();
+        __syncthreads();  // the tile is here, and everyone has left the one before
+        const int32_t next = Next(tile + 1, end);
+        if (kStages > 1 && next < end) CopyTile(next, kStages - 1 - stage);
         gpu::CommitCopies();
+        AddTile(tile, stage, &keys, &values);
+        if (kStages == 1) {
+          __syncthreads();
+          if (next < end) CopyTile(next, 0);
+          gpu::CommitCopies();
+        }
+        tile = next;
+        stage = kStages - 1 - stage;
       }
-      tile = next;
-      stage = kStages - 1 - stage;
-    }
+    } while (kGeneral && queries_.NextThatContinues(scratch_.lengths, block_.sequence));
     gpu::WaitCopies<0>();
     Write(keys, p_.scale, b_.dkey, p_.head_size);
     Write(values, 1, b_.dvalue, p_.value_head_size);
@@ -172,10 +177,19 @@ class KeyGradients {
     return Warp() / Layout::kPositionWarps * Layout::kColumns;
   }
 
+  // The sequence whose query rows are added up: this one, or one that continues it.
+  __device__ __forceinline__ const TokenBlock& Queries() const {
+    if constexpr (kGeneral) return queries_;
+    return block_;
+  }
+  // The positions here.
+  __device__ __forceinline__ int32_t From() const { return block_.first_position + begin_; }
+  __device__ __forceinline__ int32_t To() const { return block_.first_position + end_; }
+
   // The first tile from `tile` on of which a row attends to a position here.
   __device__ __forceinline__ int32_t Next(int32_t tile, int32_t end) const {
     return NextTile<kTileRows>(p_, tile, end, [&](int32_t tile, int32_t row) {
-      return MaskOf(p_, block_, kv_head_, tile * kTileRows + row).Meets(begin_, end_);
+      return MaskOf(p_, Queries(), kv_head_, tile * kTileRows + row).Meets(From(), To());
     });
   }
 
@@ -183,25 +197,27 @@ class KeyGradients {
   __device__ __forceinline__ bool IsMasked(int32_t tile) const {
     const int64_t first = p_.group.Quotient(tile * kTileRows);
     const int64_t last = p_.group.Quotient(tile * kTileRows + kTileRows - 1);
-    return !AllAttend(p_, block_.Tokens(), first, Smaller(last, block_.len - 1), begin_, end_);
+    const TokenBlock& queries = Queries();
+    return !AllAttend(p_, queries.Tokens(), first, Smaller(last, queries.len - 1), From(), To());
   }
 
   __device__ __forceinline__ void CopyTile(int32_t tile, int stage) const {
-    CopyQueryRows<kTileRows, kThreads, Rows>(b_, block_, kv_head_, tile * kTileRows,
+    const TokenBlock& queries = Queries();
+    CopyQueryRows<kTileRows, kThreads, Rows>(b_, queries, kv_head_, tile * kTileRows,
                                              layout_.Queries(stage), layout_.Douts(stage));
     const auto row = static_cast<int32_t>(threadIdx.x);
     if (row >= kTileRows) return;
     auto& numbers = layout_.numbers[stage];
     const RowPlace place(p_, kv_head_, tile * kTileRows + row);
-    const bool exists = place.token < block_.len;
-    const int64_t token = int64_t{block_.first_token} + (exists ? place.token : 0);
+    const bool exists = place.token < queries.len;
+    const int64_t token = int64_t{queries.first_token} + (exists ? place.token : 0);
     const RowNumbers* const from = scratch_.rows + token * p_.num_heads + place.head;
     gpu::CopyAsync4(&numbers.rows[row].lse, &from->lse, exists);
     gpu::CopyAsync4(&numbers.rows[row].delta, &from->delta, exists);
     if (IsMasked(tile)) {
-      numbers.masks[row] = MaskOf(p_, block_, kv_head_, tile * kTileRows + row);
+      numbers.masks[row] = MaskOf(p_, queries, kv_head_, tile * kTileRows + row);
     }
-    if constexpr (kGeneral) numbers.biases[row] = RowBias(p_, place);
+    if constexpr (kGeneral) numbers.biases[row] = RowBias(p_, queries, place);
   }
 
   __device__ __forceinline__ void AddTile(int32_t tile, int stage, Products* keys,
@@ -226,7 +242,7 @@ class KeyGradients {
                                         float (&gradients)[kTileRows / 8][4]) const {
     const auto& numbers = layout_.numbers[stage];
     const Weigher<kGeneral> weigher(p_);
-    const int32_t first = begin_ + WarpRow() + Lane() / 4;
+    const int32_t first = From() + WarpRow() + Lane() / 4;
 #pragma unroll
     for (int n = 0; n < kTileRows / 8; ++n) {
 #pragma unroll
@@ -252,9 +268,9 @@ class KeyGradients {
                                         int64_t num_columns) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int32_t position = begin_ + WarpRow() + Lane() / 4 + 8 * r;
-      if (position >= block_.len) continue;
-      const int64_t token = int64_t{block_.first_token} + position;
+      const int32_t number = begin_ + WarpRow() + Lane() / 4 + 8 * r;
+      if (number >= block_.len) continue;
+      const int64_t token = int64_t{block_.first_token} + number;
       const int64_t row = (token * p_.num_kv_heads + kv_head_) * num_columns;
 #pragma unroll
       for (int n = 0; n < Layout::kColumns / 8; ++n) {
@@ -271,15 +287,16 @@ class KeyGradients {
   const BackwardScratch& scratch_;
   const Layout layout_;
   const TokenBlock block_;
+  TokenBlock queries_;
   const int32_t kv_head_;
-  const int32_t begin_;  // of the positions
+  const int32_t begin_;  // of the sequence's own tokens
   const int32_t end_;
 };
 
 template <typename T, int kHeadSize, bool kGeneral>
 __global__ void __launch_bounds__(kThreads, 1)
     TensorCoreKeyGradients(BackwardParams b, BackwardScratch scratch) {
-  ForParts<false>(
+  ForParts<false, kGeneral>(
       b.forward, scratch.lengths, KeyGradientsLayout<T, kHeadSize>::kParts,
       [&](const TokenBlock& block, int32_t part, int32_t kv_head) {
         KeyGradients<T, kHeadSize, kGeneral>(b, scratch, block, part, kv_head).Compute();
@@ -402,7 +419,8 @@ class QueryGradients {
   __device__ __forceinline__ void Copy(int32_t tile) const {
     T* const keys = kKeys ? layout_.keys : nullptr;
     T* const values = kValues ? layout_.values : nullptr;
-    CopyPositions<kTile, kQueryThreads, Rows>(p_, block_, kv_head_, tile * kTile, keys, values);
+    CopyPositions<kTile, kQueryThreads, kGeneral, Rows>(p_, scratch_.lengths, block_, kv_head_,
+                                                        tile * kTile, keys, values);
     gpu::CommitCopies();
   }
 
@@ -450,7 +468,7 @@ class QueryGradients {
           mask.hole_begin = gpu::Shuffle(own.hole_begin, of, 4);
           mask.hole_end = gpu::Shuffle(own.hole_end, of, 4);
         }
-        if constexpr (kGeneral) bias = RowBias(p_, RowPlace(p_, kv_head_, RowOf(g, r)));
+        if constexpr (kGeneral) bias = RowBias(p_, block_, RowPlace(p_, kv_head_, RowOf(g, r)));
 #pragma unroll
         for (int n = 0; n < kTile / 8; ++n) {
 #pragma unroll
@@ -512,7 +530,7 @@ template <typename T, int kHeadSize, bool kGeneral>
 __global__ void __launch_bounds__(kQueryThreads, 2)
     TensorCoreQueryGradients(BackwardParams b, BackwardScratch scratch) {
   const int64_t rows = kBlockTokens * int64_t{b.forward.group.number};
-  ForParts<true>(
+  ForParts<true, kGeneral>(
       b.forward, scratch.lengths, rows / QueryGradientsLayout<T, kHeadSize>::kTileRows,
       [&](const TokenBlock& block, int32_t part, int32_t kv_head) {
         QueryGradients<T, kHeadSize, kGeneral>(b, scratch, block, part, kv_head).Compute();

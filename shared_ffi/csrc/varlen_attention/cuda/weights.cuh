@@ -18,7 +18,7 @@ struct RowMask {
   // That of the sequence's token i; empty if that is not one of its tokens.
   __device__ RowMask(const Params& p, const QueryTokens& tokens, int64_t i) {
     *this = RowMask();
-    if (i >= tokens.context_len) return;
+    if (i >= tokens.Count()) return;
     const Span span = p.Attended(tokens, i);
     const paged_attention::Holes holes = p.HolesOf(tokens, i);
     begin = static_cast<int32_t>(span.begin);
@@ -37,7 +37,8 @@ struct RowMask {
 // Whether all tokens from `first` to `last` of a sequence attend to all positions in [from, to).
 __device__ __forceinline__ bool AllAttend(const Params& p, const QueryTokens& tokens, int64_t first,
                                           int64_t last, int32_t from, int32_t to) {
-  return p.WindowBegin(last) <= from && to <= p.WindowEnd(tokens, first);
+  return p.WindowBegin(tokens.Position(last)) <= from &&
+         to <= p.WindowEnd(tokens, tokens.Position(first));
 }
 
 // A query row of a sequence and kv head: its token, counted from the sequence's first, and its
@@ -97,19 +98,22 @@ struct RowBias {
   int32_t position;
 
   RowBias() = default;
-  __device__ __forceinline__ RowBias(const Params& p, const RowPlace& place)
-      : slope(p.alibi_slopes == nullptr ? 0.0f : p.AlibiSlope(place.head)), position(place.token) {}
+  __device__ __forceinline__ RowBias(const Params& p, const TokenBlock& block,
+                                     const RowPlace& place)
+      : slope(p.alibi_slopes == nullptr ? 0.0f : p.AlibiSlope(place.head)),
+        position(block.first_position + place.token) {}
 };
 
 // The rows [begin, end) of a sequence and kv head that may attend to one of its positions [from,
-// to): all but those that windows keep from it.
+// to): all but those that windows keep from it. Rows are those of its own tokens.
 __device__ __forceinline__ Span RowsThatMayAttend(const Params& p, const QueryTokens& tokens,
                                                   int32_t from, int32_t to) {
-  const int64_t len = tokens.context_len, group = p.group.number;
-  if (p.HasRanges()) return {0, len * group};
+  const int64_t len = tokens.context_len, group = p.group.number, first = tokens.first_position;
+  if (p.HasRanges()) return {0, tokens.Count() * group};
   const int64_t right = tokens.is_causal ? 0 : p.window_right;
   const int64_t window = p.sliding_window == 0 ? len : Smaller(p.sliding_window, len);
-  return {(from - Smaller(right, from)) * group, Smaller(len, to - 1 + window) * group};
+  return {(from - Smaller(right, from - first) - first) * group,
+          (Smaller(len, to - 1 + window) - first) * group};
 }
 
 // The positions [begin, end) that the tokens from `first` to `last` of a sequence may attend to.
@@ -117,11 +121,11 @@ __device__ __forceinline__ Span PositionsThatMayBeAttended(const Params& p,
                                                            const QueryTokens& tokens, int64_t first,
                                                            int64_t last) {
   if (p.HasRanges()) return {0, tokens.context_len};
-  return {p.WindowBegin(first), p.WindowEnd(tokens, last)};
+  return {p.WindowBegin(tokens.Position(first)), p.WindowEnd(tokens, tokens.Position(last))};
 }
 
-// kGeneral: for calls with a soft cap or slopes. kOnCudaCores: rounds logits as the forward does
-// there.
+// kGeneral: for calls with a soft cap, slopes or sequences that continue others. kOnCudaCores:
+// rounds logits as the forward does there.
 template <bool kGeneral, bool kOnCudaCores = false>
 class Weigher {
  public:
