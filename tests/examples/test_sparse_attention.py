@@ -1,11 +1,9 @@
-"""The functions of docs/features/sparse-attention.md: attention to chosen positions and blocks."""
+"""The example of sparse attention: attention to chosen positions and blocks."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from examples.sparse_attention import in_jax, in_torch
 from harness import reference
 from harness.arrays import to_numpy, to_torch
 from harness.compare import assert_close, assert_close_on_cpu, assert_same_bits
@@ -22,29 +21,16 @@ from tests.cases.case import JUNK, Case, Inputs
 from tests.support.backends import to_xla
 
 F32, I32 = np.float32, np.int32
-TEXT = (Path(__file__).parents[2] / "docs/features/sparse-attention.md").read_text()
 
 
-def functions(framework: str) -> dict[str, Any]:
-    """What the page defines for a framework."""
-    blocks = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-    (block,) = [block for block in blocks if re.search(rf"^import {framework}\b", block, re.M)]
-    page: dict[str, Any] = {}
-    exec(block, page)
-    return page
+def call_jax(name: str, arrays: dict[str, Any], **options: Any) -> np.ndarray:
+    return np.asarray(jax.jit(partial(getattr(in_jax, name), **options))(**arrays))
 
 
-PAGES = {name: functions(name) for name in ("jax", "torch")}
-
-
-def in_jax(name: str, arrays: dict[str, Any], **options: Any) -> np.ndarray:
-    return np.asarray(jax.jit(partial(PAGES["jax"][name], **options))(**arrays))
-
-
-def in_jax_eagerly(name: str, arrays: dict[str, Any], **options: Any) -> np.ndarray:
+def call_jax_eagerly(name: str, arrays: dict[str, Any], **options: Any) -> np.ndarray:
     """With the NumPy arrays that ``pad_batch`` returns."""
     own = {name: jnp.asarray(x) for name, x in arrays.items() if name != "batch"}
-    return np.asarray(PAGES["jax"][name](**arrays | own, **options))
+    return np.asarray(getattr(in_jax, name)(**arrays | own, **options))
 
 
 def call_torch(
@@ -55,7 +41,7 @@ def call_torch(
     **options: Any,
 ) -> np.ndarray:
     def function(tensors: dict[str, Any]) -> Any:
-        return PAGES["torch"][name](**tensors, **options)
+        return getattr(in_torch, name)(**tensors, **options)
 
     if compile_with is not None:
         torch._dynamo.reset()
@@ -65,8 +51,8 @@ def call_torch(
 
 
 WAYS = {
-    "jax": in_jax,
-    "jax_eager": in_jax_eagerly,
+    "jax": call_jax,
+    "jax_eager": call_jax_eagerly,
     "torch": partial(call_torch, to_torch, None),
     "inductor": partial(call_torch, to_torch, "inductor"),
     "torch_xla": partial(call_torch, to_xla, None),
@@ -76,7 +62,7 @@ EVERY_TEST = ("jax", "torch")
 
 
 class Call(NamedTuple):
-    """A call of the page's function, and of the oracle."""
+    """A call of the example's function, and of the oracle."""
 
     name: str
     arrays: dict[str, Any]
