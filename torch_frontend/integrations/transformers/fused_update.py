@@ -1,8 +1,7 @@
 """Norms and rotary embedding of an attention module, in the call that writes a paged cache.
 
 A module of a known class runs its own ``forward``, in which norms and rotation return what they
-get. ``attention`` gets queries and keys as they were projected, and the update of the cache does the
-rest.
+get. ``attention`` gets queries and keys as they were projected, and the cache update does the rest.
 """
 
 from __future__ import annotations
