@@ -147,7 +147,7 @@ def attend_to_packed(
 
 
 def rotated(query: jax.Array, key: jax.Array, rope: Rope) -> tuple[jax.Array, jax.Array]:
-    """Queries and keys, ``[num_tokens, heads, head_size]``, normalized and rotated, to the bits that
+    """Queries and keys, ``[num_tokens, heads, head_size]``, normalized and rotated to the bits that
     ``kv_cache_update`` gives: XLA alone fuses products and sums. There are derivatives."""
     table = rope.cos_sin_cache
     return (
