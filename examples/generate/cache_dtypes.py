@@ -18,7 +18,7 @@ import torch_frontend  # noqa: F401  (defines torch.ops.xla_gpu)
 from examples.generate.run import PROMPTS
 from shared_ffi.batch import Batch
 from xla_paged_attention.engine.checkpoint import Checkpoint, load
-from xla_paged_attention.engine.llama_torch import Llama, Rope, rotate
+from xla_paged_attention.engine.llama_torch import Llama, Rope, rotated
 
 INT4 = torch.uint8  # two numbers in an element
 SCALED = (torch.float8_e4m3fn, torch.int8, INT4)
@@ -53,7 +53,7 @@ def attend(
     query: Tensor, key: Tensor, value: Tensor, rope: Rope, cache: Cache, batch: Batch
 ) -> Tensor:
     """As ``llama_torch.Attention.attend``, with the scale of each head of each token."""
-    query, key = rotate(query, rope), rotate(key, rope)
+    query, key = rotated(query, key, rope)
     keys, values = cache.arrays
     made: dict[str, Any] = {}
     options: dict[str, Any] = {}

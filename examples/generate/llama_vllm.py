@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shared_ffi.batch import Batch
 from torch_frontend.integrations.vllm import XlaGpuAttentionImpl, XlaGpuMetadata
-from xla_paged_attention.engine.llama_torch import Llama, Rope, rotate
+from xla_paged_attention.engine.llama_torch import Llama, Rope, rotated
 from xla_paged_attention.engine.model import Config
 
 
@@ -51,7 +51,7 @@ def _attend(
     batch: Batch,
 ) -> Tensor:
     """As vLLM calls a layer's attention: with rotated queries and keys."""
-    query, key = rotate(query, rope), rotate(key, rope)
+    query, key = rotated(query, key, rope)
     step = XlaGpuMetadata(
         num_actual_tokens=len(query),  # of padding, too: another number would be another program
         context_lens=batch.context_lens,

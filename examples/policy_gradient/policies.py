@@ -79,7 +79,7 @@ class JaxPolicy(JaxRunner):
         def attend(
             query: Any, key: Any, value: Any, rope: Any, cache: Any, batch: Batch, window: Any
         ) -> Any:
-            query, key = (llama_jax.rotate(x, rope) for x in (query, key))
+            query, key = llama_jax.rotated(query, key, rope)
             attended = self.attend(query, key, value, batch, window, own)
             return attended, (query, key, value, attended)
 
@@ -164,7 +164,7 @@ class TorchPolicy(TorchRunner):
         def attend(
             window: Any, query: Any, key: Any, value: Any, rope: Any, cache: Any, batch: Batch
         ) -> torch.Tensor:
-            query, key = (llama_torch.rotate(x, rope) for x in (query, key))
+            query, key = llama_torch.rotated(query, key, rope)
             attended: torch.Tensor = self.attend(query, key, value, batch, window, own)
             self._layers.append(tuple(map(to_numpy, (query, key, value, attended))))
             return attended

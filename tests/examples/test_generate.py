@@ -14,9 +14,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+
+import jax_frontend
 
 transformers = pytest.importorskip(
     "transformers", reason="transformers is optional: pip install --group demo"
@@ -29,7 +33,7 @@ from examples.generate.__main__ import main  # noqa: E402
 from examples.generate.runners import RUNNERS  # noqa: E402
 from harness import hlo  # noqa: E402
 from tests.support import scripts  # noqa: E402
-from xla_paged_attention.engine import checkpoint, engine  # noqa: E402
+from xla_paged_attention.engine import checkpoint, engine, llama_jax  # noqa: E402
 from xla_paged_attention.engine.checkpoint import Checkpoint  # noqa: E402
 from xla_paged_attention.engine.engine import Answer  # noqa: E402
 from xla_paged_attention.engine.jax_runner import JaxMeshRunner, JaxRunner  # noqa: E402
@@ -169,6 +173,42 @@ def test_torch_xla_backends_give_the_same_tokens_in_bfloat16(folder: Path) -> No
     """The two compile the same program. The others round at other places, or sum in another order."""
     narrow = checkpoint.load(folder, "bfloat16")
     assert answers(narrow, "openxla") == answers(narrow, "torch_xla")
+
+
+def test_normalized_heads_have_the_bits_of_the_cache_and_a_derivative() -> None:
+    """Of Qwen 3's packed sequences in JAX, beside one step over a cache and the plain formulas."""
+    rng = np.random.default_rng(0)
+    query, key = (rng.standard_normal((5, heads, 16), np.float32) for heads in (4, 2))
+    weights = rng.standard_normal((2, 16), np.float32) + 1
+    angles = rng.standard_normal((5, 8), np.float32)
+    cos, sin = np.cos(angles), np.sin(angles)
+    rope = llama_jax.Rope(np.arange(5, dtype=np.int32), np.concatenate([cos, sin], 1), 1e-6)
+
+    def rotated(query: Any, key: Any, weights: Any) -> Any:
+        return llama_jax.rotated(query, key, rope._replace(q_norm=weights[0], k_norm=weights[1]))
+
+    def plain(query: Any, key: Any, weights: Any) -> Any:
+        for x, weight in zip((query, key), weights, strict=True):
+            size = jnp.sqrt((x**2).mean(-1, keepdims=True) + 1e-6)
+            first, second = jnp.split(x / size * weight, 2, -1)
+            c, s = cos[:, None], sin[:, None]
+            yield jnp.concatenate([first * c - second * s, second * c + first * s], -1)
+
+    cache = jnp.zeros((2, 4, 4, 16))
+    arguments = rope._replace(q_norm=weights[0], k_norm=weights[1]).arguments()
+    slots = np.arange(5, dtype=np.int32)
+    cache, wanted = jax_frontend.kv_cache_update(cache, key, key, slots, query=query, **arguments)
+    found = rotated(query, key, weights)
+    assert np.array_equal(found[0], wanted)
+    assert np.array_equal(found[1], cache.reshape(8, 4, 16)[:5, ::2])
+    gradients = [
+        jax.grad(lambda *x, f=f: sum((y * jnp.cos(y)).sum() for y in f(*x)), (0, 1, 2))(
+            query, key, weights
+        )
+        for f in (rotated, plain)
+    ]
+    for one, other in zip(*gradients, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
 
 
 def batchings() -> Iterator[Any]:

@@ -543,6 +543,8 @@ CALLS_TO_CAPTURE: dict[str, tuple[str, list[Case | UpdateCase], list[int] | None
         "plain": UpdateCase("", dtype="bfloat16", head_size=128),
         "rotated-int8": UpdateCase("", cache_dtype="int8", scales="per position", head_size=16,
                                    rotary_dim=16, num_heads=4),
+        "normalized-rotated": UpdateCase("", dtype="bfloat16", head_size=64, rotary_dim=64,
+                                         num_heads=4, norm="per head", v_norm=True),
     }.items()
 }  # fmt: skip
 """The kernels that are chosen, three calls that differ in the content of their arrays, and the

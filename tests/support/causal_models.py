@@ -78,9 +78,9 @@ CHANGES: dict[str, dict[str, Any]] = {
 """What the names of the fields do not tell."""
 
 
-def config_of(name: str) -> Any:
+def config_of(name: str, **changes: Any) -> Any:
     kind = CONFIG_MAPPING[name]
-    return kind(**_sizes(kind()) | CHANGES.get(name, {}))
+    return kind(**_sizes(kind()) | CHANGES.get(name, {}) | changes)
 
 
 def _sizes(config: Any) -> dict[str, Any]:

@@ -91,19 +91,24 @@ def test_opcheck_paged_attention(attributes: tuple[Any, ...]) -> None:
 
 def test_opcheck_other_ops() -> None:
     torch.library.opcheck(OPS.kv_cache_update.default, tensors(update()))
+    torch.library.opcheck(OPS.kv_cache_update.with_norms, tensors(update()), NORMS)
     torch.library.opcheck(OPS.simple_add.default, tensors(add()))
 
 
+NORMS = {"k_norm": torch.linspace(1, 2, 8), "norm_eps": 1e-6, "v_norm": True}
+
+
+@pytest.mark.parametrize("norms", [{}, NORMS], ids=["plain", "normalized"])
 @pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
-def test_compiled_update_keeps_the_address(backend: str) -> None:
+def test_compiled_update_keeps_the_address(backend: str, norms: dict[str, Any]) -> None:
     cache, key, value, slots = tensors(update())
     expected = cache.clone()
-    OPS.kv_cache_update(expected, key, value, slots)
+    OPS.kv_cache_update(expected, key, value, slots, **norms)
     expected_sum = expected.sum()
 
     @torch.compile(backend=backend, fullgraph=True)
     def step(cache: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
-        OPS.kv_cache_update(cache, *rest)
+        OPS.kv_cache_update(cache, *rest, **norms)
         return cache.sum()
 
     address = cache.data_ptr()

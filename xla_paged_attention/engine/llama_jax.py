@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -18,12 +19,24 @@ Attend = Callable[..., tuple[jax.Array, Any]]
 
 
 class Rope(NamedTuple):
-    """The rotary embedding of a step's tokens, as ``kv_cache_update`` takes it."""
+    """The rotary embedding of a step's tokens, and the norms of heads before it."""
 
     positions: jax.Array
     """``[num_tokens]``: each token's row of ``cos_sin_cache``."""
     cos_sin_cache: jax.Array
     """``[num_tokens, head_size]`` float32: cosines of the angles, then sines."""
+    norm_eps: float
+    """What a norm adds to the mean of squares."""
+    q_norm: jax.Array | None = None
+    """``[head_size]``: the weights of the norm of queries, as Qwen 3 has it."""
+    k_norm: jax.Array | None = None
+    """The same for keys."""
+
+    def arguments(self) -> dict[str, Any]:
+        """Those of ``kv_cache_update``."""
+        if self.q_norm is not None:
+            return {**self._asdict(), "norm_round_first": True}
+        return {"positions": self.positions, "cos_sin_cache": self.cos_sin_cache}
 
 
 def new_caches(
@@ -77,10 +90,10 @@ def attend_to_cache(
     batch: Batch,
     window: int | None,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """Rotates queries and keys, writes the cache, then attends to it. Returns the result, the
-    updated cache and the rotated queries."""
+    """Normalizes and rotates queries and keys, writes the cache, then attends to it. Returns the
+    result, the updated cache and the rotated queries."""
     cache, query = jax_frontend.kv_cache_update(
-        cache, key, value, batch.slot_mapping, query=query, **rope._asdict()
+        cache, key, value, batch.slot_mapping, query=query, **rope.arguments()
     )
     attended = jax_frontend.paged_attention(
         query,
@@ -120,11 +133,10 @@ def attend_to_packed(
     batch: Batch,
     window: int | None,
 ) -> tuple[jax.Array, Any]:
-    """Rotates queries and keys, then attends to the keys of the batch itself. Returns the result,
-    and `cache` as it is."""
+    """Normalizes and rotates queries and keys, then attends to the keys of the batch itself.
+    Returns the result, and `cache` as it is."""
     attended = jax_frontend.varlen_attention(
-        rotate(query, rope),
-        rotate(key, rope),
+        *rotated(query, key, rope),
         value,
         batch.query_start_loc,
         batch.num_seqs,
@@ -134,21 +146,43 @@ def attend_to_packed(
     return attended, cache
 
 
-@jax.custom_vjp
-def rotate(x: jax.Array, rope: Rope) -> jax.Array:
-    """Rotates heads, ``[num_tokens, num_heads, head_size]``, to the bits that ``kv_cache_update``
-    gives: XLA alone fuses products and sums. It has a derivative with respect to `x`."""
+def rotated(query: jax.Array, key: jax.Array, rope: Rope) -> tuple[jax.Array, jax.Array]:
+    """Queries and keys, ``[num_tokens, heads, head_size]``, normalized and rotated to the bits that
+    ``kv_cache_update`` gives: XLA alone fuses products and sums. There are derivatives."""
+    table = rope.cos_sin_cache
+    return (
+        _rotated(query, table, rope.q_norm, rope.norm_eps),
+        _rotated(key, table, rope.k_norm, rope.norm_eps),
+    )
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _rotated(x: jax.Array, table: jax.Array, weight: jax.Array | None, eps: float) -> jax.Array:
     nothing, slots = jnp.zeros((1, 1, 2, x.shape[-1]), x.dtype), jnp.full(len(x), -1, jnp.int32)
-    row = x[:, :1]
-    return jax_frontend.kv_cache_update(nothing, row, row, slots, query=x, **rope._asdict())[1]
+    row, numbers = x[:, :1], jnp.arange(len(x), dtype=jnp.int32)
+    arguments = Rope(numbers, table, eps, q_norm=weight).arguments()
+    return jax_frontend.kv_cache_update(nothing, row, row, slots, query=x, **arguments)[1]
 
 
-def _rotate_back(rope: Rope, gradient: jax.Array) -> tuple[jax.Array, None]:
-    cos, sin = jnp.split(rope.cos_sin_cache, 2, -1)
-    return rotate(gradient, rope._replace(cos_sin_cache=jnp.concatenate([cos, -sin], -1))), None
+def _forward(
+    x: jax.Array, table: jax.Array, weight: jax.Array | None, eps: float
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array | None]]:
+    return _rotated(x, table, weight, eps), (x, table, weight)
 
 
-rotate.defvjp(lambda x, rope: (rotate(x, rope), rope), _rotate_back)
+def _backward(
+    eps: float, saved: tuple[jax.Array, jax.Array, jax.Array | None], gradient: jax.Array
+) -> tuple[jax.Array, None, jax.Array | None]:
+    x, table, weight = saved
+    cos, sin = jnp.split(table, 2, -1)
+    gradient = _rotated(gradient, jnp.concatenate([cos, -sin], -1), None, eps)
+    if weight is None:
+        return gradient, None, None
+    of_x, of_weight = jax.vjp(partial(_normalized, eps=eps), x, weight)[1](gradient)
+    return of_x, None, of_weight
+
+
+_rotated.defvjp(_forward, _backward)
 
 
 def _attention(
@@ -172,10 +206,8 @@ def _attention(
     query = heads("q_proj", config.num_heads)
     key = heads("k_proj", config.num_kv_heads)
     value = heads("v_proj", config.num_kv_heads)
-    if f"{name}.q_norm.weight" in params:  # Qwen 3
-        query = _norm(params, f"{name}.q_norm", query, config)
-        key = _norm(params, f"{name}.k_norm", key, config)
-
+    q_norm, k_norm = (params.get(f"{name}.{x}.weight") for x in ("q_norm", "k_norm"))
+    rope = rope._replace(q_norm=q_norm, k_norm=k_norm)
     window = config.sliding_windows[layer]
     attended, cache = attend(query, key, value, rope, cache, batch, window)
     attended = attended.reshape(-1, config.num_heads * config.head_size)
@@ -196,18 +228,23 @@ def _linear(params: Params, name: str, x: jax.Array) -> jax.Array:
 
 
 def _norm(params: Params, name: str, x: jax.Array, config: Config) -> jax.Array:
+    return _normalized(x, params[f"{name}.weight"], config.norm_epsilon)
+
+
+def _normalized(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """Divides by the root mean square, in float32."""
     wide = x.astype(jnp.float32)
     # A product with a matrix of ones: on the CPU, XLA's sums add up a row in another order where
     # there are more rows, its products of two rows and more do not.
     ones = jnp.ones((x.shape[-1], 2), jnp.float32)
     mean_square = ((wide * wide) @ ones)[..., :1] / x.shape[-1]
-    normalized = wide * jax.lax.rsqrt(mean_square + config.norm_epsilon)
-    return params[f"{name}.weight"] * normalized.astype(x.dtype)
+    normalized = wide * jax.lax.rsqrt(mean_square + eps)
+    return weight * normalized.astype(x.dtype)
 
 
 def _rope(positions: jax.Array, config: Config) -> Rope:
     inv_freq = jnp.array(config.inv_freq, jnp.float32)
     angles = positions[:, None].astype(jnp.float32) * inv_freq
     cos_sin_cache = jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], -1) * config.rope_scale
-    return Rope(jnp.arange(len(positions), dtype=jnp.int32), cos_sin_cache)
+    numbers = jnp.arange(len(positions), dtype=jnp.int32)
+    return Rope(numbers, cos_sin_cache, config.norm_epsilon)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +15,24 @@ from xla_paged_attention.engine.model import Config
 
 
 class Rope(NamedTuple):
-    """The rotary embedding of a step's tokens, as ``kv_cache_update`` takes it."""
+    """The rotary embedding of a step's tokens, and the norms of heads before it."""
 
     positions: Tensor
     """``[num_tokens]``: each token's row of ``cos_sin_cache``."""
     cos_sin_cache: Tensor
     """``[num_tokens, head_size]`` float32: cosines of the angles, then sines."""
+    norm_eps: float
+    """What a norm adds to the mean of squares."""
+    q_norm: Tensor | None = None
+    """``[head_size]``: the weights of the norm of queries, as Qwen 3 has it."""
+    k_norm: Tensor | None = None
+    """The same for keys."""
+
+    def arguments(self) -> dict[str, Any]:
+        """Those of ``kv_cache_update``."""
+        if self.q_norm is not None:
+            return {**self._asdict(), "norm_round_first": True}
+        return {"positions": self.positions, "cos_sin_cache": self.cos_sin_cache}
 
 
 class Llama(nn.Module):
@@ -65,7 +77,8 @@ class Llama(nn.Module):
         x: Tensor = self.embed_tokens(batch.tokens)
         angles = batch.positions[:, None].float() * self.inv_freq
         cos_sin_cache = torch.cat([angles.cos(), angles.sin()], -1) * self.config.rope_scale
-        rope = Rope(torch.arange(len(x), dtype=torch.int32, device=x.device), cos_sin_cache)
+        numbers = torch.arange(len(x), dtype=torch.int32, device=x.device)
+        rope = Rope(numbers, cos_sin_cache, self.config.norm_epsilon)
         for layer, cache in zip(self.layers, caches, strict=True):
             x = layer(x, rope, cache, batch)
         return x
@@ -117,7 +130,7 @@ class Attention(nn.Module):
             projection(x).view(len(x), -1, self.head_size) for projection in projections
         )
         if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
+            rope = rope._replace(q_norm=self.q_norm.weight, k_norm=self.k_norm.weight)
         attended = self.attend(query, key, value, rope, cache, batch)
         output: Tensor = self.o_proj(attended.flatten(1))
         return output
@@ -125,10 +138,10 @@ class Attention(nn.Module):
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, rope: Rope, cache: Tensor, batch: Batch
     ) -> Tensor:
-        """Rotates queries and keys, writes keys and values, and returns what the queries attend to,
-        in their shape."""
+        """Normalizes and rotates queries and keys, writes keys and values, and returns what the
+        queries attend to, in their shape."""
         ops = torch.ops.xla_gpu
-        ops.kv_cache_update(cache, key, value, batch.slot_mapping, query=query, **rope._asdict())
+        ops.kv_cache_update(cache, key, value, batch.slot_mapping, query=query, **rope.arguments())
         attended: Tensor = ops.paged_attention(
             query,
             cache,
@@ -168,13 +181,26 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Over the last dimension."""
-        wide = x.float()
-        normalized = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)
-        return self.weight * normalized.to(x.dtype)
+        return _normalized(x, self.weight, self.epsilon)
 
 
-def rotate(x: Tensor, rope: Rope) -> Tensor:
-    """The rotary embedding: element i of a head and element i + head_size / 2 are a point."""
+def rotated(query: Tensor, key: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+    """Queries and keys, ``[num_tokens, heads, head_size]``, normalized and rotated. There are
+    derivatives."""
+    if rope.q_norm is not None and rope.k_norm is not None:
+        query = _normalized(query, rope.q_norm, rope.norm_eps)
+        key = _normalized(key, rope.k_norm, rope.norm_eps)
+    return _rotated(query, rope), _rotated(key, rope)
+
+
+def _normalized(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    normalized = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return weight * normalized.to(x.dtype)
+
+
+def _rotated(x: Tensor, rope: Rope) -> Tensor:
+    """Element i of a head and element i + head_size / 2 are a point."""
     first, second = x.float().chunk(2, -1)
     cos, sin = rope.cos_sin_cache[:, None].chunk(2, -1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)

@@ -86,13 +86,13 @@ class Features(torch.nn.Module):
 
 class Rotated(torch.nn.Module):
     """Layers with a fused projection, whose queries are rotated: the slice itself, a number times
-    the slice, and the result of another projection."""
+    the slice, and the result of another projection. All but the second normalize."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer(
-            "table", torch.randn(32, 8, generator=torch.Generator().manual_seed(1))
-        )
+        generator = torch.Generator().manual_seed(1)
+        self.register_buffer("table", torch.randn(32, 8, generator=generator))
+        self.register_buffer("norms", torch.randn(2, 16, generator=generator))
 
     def forward(
         self, caches: torch.Tensor, slice_: torch.Tensor, times: torch.Tensor, other: torch.Tensor,
@@ -105,9 +105,10 @@ class Rotated(torch.nn.Module):
             query, key, value = (x.unflatten(1, (-1, 16)) for x in rows.split([96, 32, 32], 1))
             if kind != "slice":
                 query = (other * 2).view(len(rows), 6, 16) if kind == "own" else query * 3
-            OPS.kv_cache_update(
-                cache, key, value, slots, query=query, positions=positions, cos_sin_cache=self.table
-            )
+            rotary = {"query": query, "positions": positions, "cos_sin_cache": self.table}
+            norms = {"q_norm": self.norms[0], "k_norm": self.norms[1], "norm_eps": 1e-6}
+            others = norms | {"v_norm": True, "norm_offset": 1} if kind != "times" else {}
+            OPS.kv_cache_update(cache, key, value, slots, **rotary, **others)
             outputs.append(OPS.paged_attention(query, cache, *metadata, 0.25))
         return outputs
 

@@ -28,6 +28,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS  # noqa: E40
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel  # noqa: E402
 
 from torch_frontend.integrations.transformers.attention_function import attention  # noqa: E402
+from torch_frontend.integrations.transformers.fused_update import fuse_updates  # noqa: E402
 from torch_frontend.integrations.transformers.masks import Mask, mask  # noqa: E402
 from torch_frontend.integrations.transformers.shared import NAME, remedy  # noqa: E402
 
@@ -49,8 +50,9 @@ def _accept_name() -> None:
     manager.switch_to_cb_friendly_attn = switch
 
 
-def _refuse_classes() -> None:
-    """Makes a model that has a class for each attention refuse our name in words."""
+def _prepare_classes() -> None:
+    """Makes a model that has a class for each attention refuse our name in words, and the known
+    attention of others leave norms and rotation to the update of a paged cache."""
     upstream: Any = PreTrainedModel.get_correct_attn_implementation
 
     @functools.wraps(upstream)
@@ -63,6 +65,7 @@ def _refuse_classes() -> None:
                         f"{type(self).__name__} has {name} with {sorted(classes)}; "
                         f"{remedy(self.config)}"
                     )
+            fuse_updates(self)
         return upstream(self, requested_attention, *arguments, **keywords)
 
     model: Any = PreTrainedModel
@@ -95,5 +98,5 @@ def _keep_pages() -> None:
 ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, mask)
 _accept_name()
-_refuse_classes()
+_prepare_classes()
 _keep_pages()

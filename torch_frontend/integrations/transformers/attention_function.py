@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from torch_frontend.integrations.transformers.fused_update import StandIn
 from torch_frontend.integrations.transformers.masks import Mask
 from torch_frontend.integrations.transformers.paged_cache import is_ring, updated_pages
 from torch_frontend.integrations.transformers.rows import pages_of_rows
@@ -25,7 +26,7 @@ def attention(
     """An attention function of transformers.
 
     Args:
-        module: the layer.
+        module: the layer, or what stands for it.
         query: ``[batch, num_heads, query_len, head_size]``; with a paged cache the batch is 1, and
             the tokens of all sequences follow one another.
         key: ``[batch, num_kv_heads, key_len, head_size]``.
@@ -41,6 +42,15 @@ def attention(
         NotImplementedError: another mask than `mask` knows, two different windows, or a keyword
             that this function does not know.
     """
+    update: dict[str, Any] = {}
+    batch, num_heads, query_len, head_size = query.shape
+    rows = query.transpose(1, 2).reshape(-1, num_heads, head_size)
+    if isinstance(module, StandIn):
+        kwargs["cache"] = module.cache
+        if update := module.update_arguments():
+            rows = rows.contiguous()
+            update["query"] = rows
+        module = module.module
     _refuse_unknown_keywords(module, kwargs)
     _refuse_other_masks(module, attention_mask, query.shape[2], key.shape[2], kwargs)
     cache = kwargs.get("cache")
@@ -50,12 +60,12 @@ def attention(
         allocator = None
     else:
         allocator = cache.layer_to_allocator[module.layer_idx]
-        keys, values, tables = updated_pages(allocator, module.layer_idx, key, value, kwargs)
+        layer = module.layer_idx
+        keys, values, tables = updated_pages(allocator, layer, key, value, kwargs, update)
         max_query_len = kwargs["max_length_q"]
     sinks = kwargs.get("s_aux")
-    batch, num_heads, query_len, head_size = query.shape
     output = OPS.paged_attention(
-        query.transpose(1, 2).reshape(-1, num_heads, head_size),
+        rows,
         keys,
         *tables[:4],
         head_size**-0.5 if scaling is None else scaling,

@@ -14,16 +14,27 @@ def is_ring(allocator: Any) -> bool:
     return bool(allocator.layer_type == "sliding_attention")
 
 
+def copies_cache(allocator: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether transformers copies a window and the new tokens, because a step also prefills."""
+    return is_ring(allocator) and kwargs["max_length_q"] > 1
+
+
 def updated_pages(
-    allocator: Any, layer: int, key: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any]
+    allocator: Any,
+    layer: int,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kwargs: dict[str, Any],
+    options: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor, Tables]:
-    """Writes the new keys and values; returns pages to attend to and their tables."""
+    """Writes the new keys and values; returns pages to attend to and their tables. `options` are
+    arguments of ``kv_cache_update``, and empty where the cache is copied."""
     queries = kwargs["cu_seq_lens_q"]
     if not hasattr(queries, "xla_gpu_tables"):
         queries.xla_gpu_tables = {}  # lives as long as the step
     shared = queries.xla_gpu_tables
     has_ring = is_ring(allocator)
-    must_copy = has_ring and kwargs["max_length_q"] > 1
+    must_copy = copies_cache(allocator, kwargs)
     if allocator.index not in shared:
         make = _tables_of_copy if must_copy else _tables_of_ring if has_ring else _tables_of_pages
         slots = None if must_copy else _slots(allocator, kwargs)
@@ -37,7 +48,8 @@ def updated_pages(
         keys, values = (copy.unsqueeze(1) for copy in copies)
     else:
         keys, values = (x[:: _pages_of_block(allocator)] for x in allocator._kv_page_views[layer])
-        OPS.kv_cache_update(keys, new_keys, new_values, slots, value_cache=values, kv_layout=LAYOUT)
+        options = {"value_cache": values, "kv_layout": LAYOUT} | options
+        OPS.kv_cache_update(keys, new_keys, new_values, slots, **options)
     return keys, values, tables
 
 

@@ -300,19 +300,82 @@ class XlaGpuAttentionImpl(LayerAttention, _Impl):
                 each token and head, ``[..., 2 * (head_size + 4)]``.
             slot_mapping: ``[at most num_tokens]`` int64; a negative slot is padding.
         """
-        num_tokens = len(slot_mapping)
+        names = OPS.kv_cache_update
+        update = names.default if self._with_scales is None else names.with_scales
+        self._update(update, layer, (key, value), kv_cache, slot_mapping)
+
+    def _update(
+        self,
+        update: Any,
+        layer: Any,
+        rows: tuple[torch.Tensor, torch.Tensor],
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        **others: Any,
+    ) -> None:
         cache, options = self._cached(layer, kv_cache)
-        update = OPS.kv_cache_update.default
         if self._with_scales is not None:
-            update = OPS.kv_cache_update.with_scales
             for name in ("k_scale", "v_scale"):
                 options[f"{name}_cache"] = options.pop(name)
-        update(
-            cache,
-            first_rows(num_tokens, key),
-            first_rows(num_tokens, value),
-            slot_mapping,
-            **options,
+        key, value = (first_rows(len(slot_mapping), x) for x in rows)
+        update(cache, key, value, slot_mapping, **options, **others)
+
+    def fused_qk_norm_rope_kvcache_supported(self) -> bool:
+        """Whether `do_qk_norm_rope_kvcache_update` does all that this layer needs. Decode context
+        parallelism reads the new keys, too."""
+        return self.dcp_world_size == 1
+
+    def do_qk_norm_rope_kvcache_update(
+        self,
+        layer: Any,
+        qkv: torch.Tensor,
+        q_out: torch.Tensor,
+        k_out: torch.Tensor,
+        positions: torch.Tensor,
+        q_weight: torch.Tensor,
+        k_weight: torch.Tensor,
+        rms_norm_eps: float,
+        cos_sin_cache: torch.Tensor,
+        is_neox: bool,
+        kv_cache: torch.Tensor,
+        layer_slot_mapping: torch.Tensor,
+    ) -> None:
+        """Normalizes and rotates queries and keys, and writes keys and values into the cache, in
+        one call. A norm rounds as vLLM's does: to the dtype of its weights before they multiply.
+
+        Args:
+            layer: as in `do_kv_cache_update`.
+            qkv: ``[num_tokens, (num_heads + 2 * num_kv_heads) * head_size]``.
+            q_out: ``num_tokens * num_heads * head_size`` elements; written to.
+            k_out: not written to, as `forward` reads the keys from the cache.
+            positions: ``[num_tokens]``.
+            q_weight: ``[head_size]``.
+            k_weight: ``[head_size]``.
+            rms_norm_eps: what is added to the mean of squares.
+            cos_sin_cache: ``[max_positions, rotary_dim]``.
+            is_neox: whether numbers i and i + rotary_dim / 2 of a head are a pair.
+            kv_cache: as in `do_kv_cache_update`.
+            layer_slot_mapping: as there.
+        """
+        num_tokens, num_heads = len(layer_slot_mapping), self.num_heads
+        heads = first_rows(num_tokens, qkv).view(num_tokens, -1, self.head_size)
+        query, key, value = heads.split([num_heads, self.num_kv_heads, self.num_kv_heads], 1)
+        out = q_out.view(-1, num_heads, self.head_size)[:num_tokens]
+        out.copy_(query)
+        self._update(
+            OPS.kv_cache_update.with_norms,
+            layer,
+            (key, value),
+            kv_cache,
+            layer_slot_mapping,
+            query=out,
+            positions=first_rows(num_tokens, positions),
+            cos_sin_cache=cos_sin_cache,
+            interleaved=not is_neox,
+            q_norm=q_weight,
+            k_norm=k_weight,
+            norm_eps=rms_norm_eps,
+            norm_round_first=q_weight.dtype == qkv.dtype,
         )
 
     def forward(

@@ -26,9 +26,10 @@ os.environ |= {  # before vLLM is imported
 
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from vllm import LLM, SamplingParams, envs
+from vllm import LLM, SamplingParams, envs, ir
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.model_executor.layers import rotary_embedding, utils
+from vllm.model_executor.layers.rotary_embedding.common import ApplyRotaryEmb
 from vllm.v1 import kv_cache_interface as specs
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 
@@ -683,6 +684,43 @@ def test_what_latent_attention_refuses(monkeypatch: Any) -> None:
             integration.XlaGpuLatentImpl(**LATENT_SIZES)
     backend = integration.XlaGpuLatentBackend
     assert not (backend.supports_dcp() or backend.supports_pcp() or backend.supports_sink())
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", "int8_per_token_head"])
+@pytest.mark.parametrize("is_neox", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_one_call_normalizes_rotates_and_writes(
+    dtype: torch.dtype, is_neox: bool, kv_cache_dtype: str
+) -> None:
+    """The bits of vLLM's operators and our update. In bfloat16 theirs round each product of a
+    rotation, so there the angles are 0. The last token is padding of the batch."""
+    impl = integration.XlaGpuAttentionImpl(4, 16, 0.25, 2, kv_cache_dtype=kv_cache_dtype)
+    assert impl.fused_qk_norm_rope_kvcache_supported()
+    layer = SimpleNamespace(_k_scale=torch.tensor(0.5), _v_scale=torch.tensor(0.25))
+    qkv = torch.randn(6, 8 * 16).to(dtype)
+    weights = torch.randn(2, 16).to(dtype)
+    positions, slots = torch.tensor([3, 0, 7, 2, 5, 1]), torch.tensor([20, 21, -1, 7, 8])
+    angles = torch.randn(8, 4) * (dtype == torch.float32)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    heads = qkv.view(6, 8, 16).split([4, 2, 2], 1)
+    query, key = (
+        ir.ops.rms_norm.impls["native"].impl_fn(x, weight, 1e-6)
+        for x, weight in zip(heads, weights, strict=False)
+    )
+    for x in (query, key):
+        row = [table[positions] for table in (cos, sin)]
+        x[..., :8] = ApplyRotaryEmb.forward_static(x[..., :8].clone(), *row, is_neox)
+    bytes_of_row = {"int8_per_token_head": 2 * (16 + 4)}.get(kv_cache_dtype, 2 * 16)
+    stored = dtype if kv_cache_dtype == "auto" else torch.uint8
+    wanted, found = torch.zeros(2, 2, 2, 16, bytes_of_row, dtype=stored)
+    impl.do_kv_cache_update(layer, key, heads[2], wanted, slots)
+    q_out, k_out = torch.zeros(6, 4 * 16, dtype=dtype), torch.zeros(6, 2 * 16, dtype=dtype)
+    impl.do_qk_norm_rope_kvcache_update(
+        *(layer, qkv.clone(), q_out, k_out, positions, *weights, 1e-6),
+        *(torch.cat([cos, sin], -1), is_neox, found, slots),
+    )
+    assert torch.equal(found, wanted) and found.any()
+    assert torch.equal(q_out[:5], query[:5].flatten(1))
 
 
 def test_a_quantized_output_is_refused() -> None:
