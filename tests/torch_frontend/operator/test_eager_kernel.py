@@ -399,6 +399,7 @@ CALLS = {  # arguments, options, and the number of the argument that may need a 
     "kv_cache_update.with_scales": ((int8, *write[1:]), made, 1),
     "kv_cache_update.with_norms": (write, {"k_norm": torch.ones(8), "norm_eps": 1e-6}, 1),
     "simple_add.default": (tensors(add()), {}, 0),
+    "hadamard.default": ((parts,), {}, 0),
     "merge_attention.default": ((parts, parts.sum(-1)), {}, 0),
     "varlen_attention.default": ((*train, 0.5), {}, 0),
     "varlen_attention.lse": ((*train, 0.5), {}, 0),
