@@ -17,8 +17,6 @@ from harness.arrays import DTYPES, to_numpy, to_torch
 from harness.compare import assert_same_bits
 from tests.support import backends
 
-
-
 HADAMARD: dict[str, Callable[[Any], Any]] = {
     "jax": lambda x: np.asarray(jax.jit(jax_frontend.hadamard)(x)),
     "torch": lambda x: to_numpy(torch_frontend.hadamard(to_torch(x))),
@@ -58,7 +56,9 @@ def test_the_function_has_the_bits_of_the_update(backend: str, head_size: int, d
 
 def test_one_compiled_function_takes_all_numbers_of_tokens() -> None:
     torch._dynamo.reset()
-    compiled = torch.compile(torch_frontend.hadamard, fullgraph=True, dynamic=True, backend="aot_eager")
+    compiled = torch.compile(
+        torch_frontend.hadamard, fullgraph=True, dynamic=True, backend="aot_eager"
+    )
     for tokens in (5, 2, 7):
         x = torch.randn(tokens, 3, 80, dtype=torch.bfloat16)
         with torch.compiler.set_stance("fail_on_recompile" if tokens != 5 else "default"):

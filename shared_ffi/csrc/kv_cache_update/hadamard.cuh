@@ -21,7 +21,8 @@ template <typename Number>
 __device__ const float* Transformed(const Params& p, const Number& number, int count) {
   const int warp = static_cast<int>(threadIdx.x) / gpu::kWarpSize;
   const int lane = static_cast<int>(threadIdx.x) % gpu::kWarpSize;
-  const int largest = static_cast<int>(p.head_size > p.value_head_size ? p.head_size : p.value_head_size);
+  const int largest =
+      static_cast<int>(p.head_size > p.value_head_size ? p.head_size : p.value_head_size);
   float* const row = reinterpret_cast<float*>(gpu::SharedMemory()) + warp * largest;
   const float* const signs = p.hadamard.signs;
   const int block = static_cast<int>(HadamardBlock(count));

@@ -153,7 +153,7 @@ template <typename T, typename Number>
 __device__ void StoreInRow(const Number& number, int count, float divisor, float* made, DType dtype,
                            T* unchanged, int8_t* rounded) {
   if (IsQuantized(dtype)) {
-    StoreRow(number, count, made == nullptr ? divisor : 1.0f, made, dtype, rounded);
+    StoreRow(number, count, divisor, made, dtype, rounded);
     return;
   }
   const int lane = static_cast<int>(threadIdx.x) % gpu::kWarpSize;
@@ -232,11 +232,13 @@ __global__ void UpdateNormalized(Params p) {
     const int head = row - num_heads;
     const NormalizedHead<From> number(p, p.norms.key, key + static_cast<int64_t>(head) * head_size,
                                       head, position, of_keys);
-    StoreTransformed<kTransforms>(
-        p, p.hadamard.has_keys, number, head_size, [&](const auto& stored) {
-          StoreInRow(stored, head_size, place.KeyDivisor(head), place.MadeKeyScale(head),
-                     p.cache_dtype, place.Key<From>(head), place.Key<int8_t>(head));
-        });
+    float* const made = place.MadeKeyScale(head);
+    const float divisor = made == nullptr ? place.KeyDivisor(head) : 1.0f;
+    const auto store = [&](const auto& stored) {
+      StoreInRow(stored, head_size, divisor, made, p.cache_dtype, place.Key<From>(head),
+                 place.Key<int8_t>(head));
+    };
+    StoreTransformed<kTransforms>(p, p.hadamard.has_keys, number, head_size, store);
   }
   const int value_head_size = static_cast<int>(p.value_head_size);
   for (; value_head_size > 0 && row < num_heads + 2 * num_kv_heads; row += step) {
@@ -248,11 +250,13 @@ __global__ void UpdateNormalized(Params p) {
     const auto number = [&](int i) {
       return p.norms.has_values ? RoundedTo<From>(raw(i) * inverse) : raw(i);
     };
-    StoreTransformed<kTransforms>(
-        p, p.hadamard.has_values, number, value_head_size, [&](const auto& stored) {
-          StoreInRow(stored, value_head_size, place.ValueDivisor(head), place.MadeValueScale(head),
-                     p.value_cache_dtype, place.Value<From>(head), place.Value<int8_t>(head));
-        });
+    float* const made = place.MadeValueScale(head);
+    const float divisor = made == nullptr ? place.ValueDivisor(head) : 1.0f;
+    const auto store = [&](const auto& stored) {
+      StoreInRow(stored, value_head_size, divisor, made, p.value_cache_dtype,
+                 place.Value<From>(head), place.Value<int8_t>(head));
+    };
+    StoreTransformed<kTransforms>(p, p.hadamard.has_values, number, value_head_size, store);
   }
 }
 
