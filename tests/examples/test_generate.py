@@ -211,6 +211,13 @@ def test_what_fewer_bits_in_a_cache_cost(model: Checkpoint) -> None:
         assert errors[f"{name}, Hadamard"] < 1.5 * errors[name]
 
 
+def test_the_page_shows_the_results_of_caches() -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    rows = json.loads((docs / "results/cache-dtypes.json").read_text())["rows"]
+    assert [row["cache"] for row in rows] == [*cache_dtypes.CACHES]
+    assert cache_dtypes.table(rows) in (docs / "features/caches.md").read_text()
+
+
 @pytest.fixture(scope="module")
 def jax_alone(model: Checkpoint) -> list[Answer]:
     """The answers that the backend jax gives to each prompt alone."""
