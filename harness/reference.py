@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from harness import layouts
-from harness.arrays import packed, quantized, unpacked
+from harness.arrays import QUANTIZED, packed, quantized, unpacked
 
 
 def paged_attention(
@@ -335,6 +335,8 @@ def kv_cache_update(
     norm_after_rope: bool = False,
     v_norm: bool = False,
     norm_round_first: bool = False,
+    hadamard: str | None = None,
+    hadamard_signs: Any = None,
 ) -> Any:
     """Returns the updated cache or caches, then the scales that the call makes, then the new query.
     The arguments keep their values."""
@@ -357,6 +359,9 @@ def kv_cache_update(
     caches = (kv_cache,) if value_cache is None else (kv_cache, value_cache)
     dtypes = ["int4" if cache.dtype == np.uint8 else cache.dtype.name for cache in caches]
     key, value = unpacked(key), unpacked(value)
+    has_keys, has_values = ("k" in (hadamard or ""), "v" in (hadamard or ""))
+    key = transformed(key, hadamard_signs) if has_keys else key
+    value = transformed(value, hadamard_signs) if has_values else value
     is_latent = value.shape[2] == 0
     updated = layouts.default(caches, kv_layout, is_latent=is_latent)
     block_size = updated.shape[1]
@@ -371,7 +376,7 @@ def kv_cache_update(
             if scale_cache is not None:
                 scale_cache[row], rows = _made_scales(rows, dtype)
                 scale = np.nan_to_num(scale_cache[row])
-            if rows.dtype != updated.dtype:
+            if dtype in QUANTIZED and rows.dtype != updated.dtype:
                 divisors = _scales(scale, row).astype(np.float32)
                 divisors[divisors == 0] = np.inf
                 with np.errstate(invalid="ignore"):  # infinity / infinity is NaN
@@ -386,10 +391,13 @@ def kv_cache_update(
     )
     results += tuple(x for x in made if x is not None)
     if query is not None:
-        new = changed(query, q_norm)
+        changed_query = changed(query, q_norm)
+        if has_keys:
+            changed_query = transformed(changed_query, hadamard_signs).astype(query.dtype)
         if positions is not None:  # a token without a row keeps its query
-            new = np.where(have_rows(positions, cos_sin_cache)[:, None, None], new, query)
-        results += (new,)
+            has_row = have_rows(positions, cos_sin_cache)[:, None, None]
+            changed_query = np.where(has_row, changed_query, query)
+        results += (changed_query,)
     return results[0] if len(results) == 1 else results
 
 
@@ -462,6 +470,21 @@ def _sum_in_order(numbers: np.ndarray) -> np.ndarray:
             of_lane = of_lane + chains[..., chain]
         total = total + of_lane
     return total
+
+
+def transformed(rows: Any, signs: Any = None) -> np.ndarray:
+    """Rows times signs, and each block times the Walsh-Hadamard matrix over the root of its size.
+    Every operation is rounded to float32, in the order that is a part of the result."""
+    numbers = np.array(rows, np.float32)
+    if signs is not None:
+        numbers *= signs
+    block = numbers.shape[-1] & -numbers.shape[-1]
+    with np.errstate(over="ignore", invalid="ignore"):
+        for distance in (1 << i for i in range(block.bit_length() - 1)):
+            pairs = numbers.reshape(-1, 2, distance)
+            first, second = pairs[:, 0], pairs[:, 1]
+            pairs[:, 0], pairs[:, 1] = first + second, first - second
+        return numbers * np.float32(block**-0.5)
 
 
 def simple_add(a: Any, b: Any) -> np.ndarray:

@@ -24,6 +24,7 @@ from jax_frontend.compat.tpu_inference import (
     ragged_paged_attention_v3,
 )
 from jax_frontend.compat.tpu_inference import ragged_paged_attention_v2 as ragged_paged_attention
+from jax_frontend.hadamard import hadamard
 from jax_frontend.kv_cache_update import kv_cache_update
 from jax_frontend.merge_attention import merge_attention
 from jax_frontend.paged_attention import paged_attention
@@ -38,6 +39,7 @@ __all__ = [
     "BatchHistory",
     "BlockPool",
     "check_batch",
+    "hadamard",
     "kv_cache_update",
     "merge_attention",
     "pad_batch",

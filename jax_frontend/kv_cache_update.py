@@ -26,6 +26,8 @@ class _Options(TypedDict, total=False):
     norm_after_rope: bool
     v_norm: bool
     norm_round_first: bool
+    hadamard: str | None
+    hadamard_signs: jax.Array | None
 
 
 @overload
@@ -81,13 +83,16 @@ def kv_cache_update(
     norm_after_rope: bool = False,
     v_norm: bool = False,
     norm_round_first: bool = False,
+    hadamard: str | None = None,
+    hadamard_signs: jax.Array | None = None,
 ) -> jax.Array | tuple[jax.Array, ...]:
     """Writes the keys and values of new tokens into their slots of a paged cache.
 
     With ``positions`` and ``cos_sin_cache`` it rotates the keys before (rotary position embedding),
     and the queries, if they are given. With ``k_norm``, ``q_norm`` and ``v_norm`` it normalizes
-    keys, queries and values (RMS norm). With ``k_scale_cache`` and ``v_scale_cache`` it makes the
-    scales of a cache of 8 or 4 bits.
+    keys, queries and values (RMS norm). With ``hadamard`` it spreads the largest numbers of a head
+    over all of them, so that a cache of few bits keeps more. With ``k_scale_cache`` and
+    ``v_scale_cache`` it makes the scales of a cache of 8 or 4 bits.
 
     The result takes the place of ``kv_cache``. Under ``jax.jit(..., donate_argnums=...)`` it also
     takes its memory: nothing is copied but the new rows. Without donation XLA copies the cache
@@ -127,14 +132,15 @@ def kv_cache_update(
             of each key that it writes, and writes it to the key's slot here. Donated, the array
             keeps its memory. Give what is returned to ``paged_attention`` as ``k_scale``.
             ``k_scale`` is None then. The scale is the largest magnitude of the head's row (after
-            the rotation, in the dtype of ``key``) divided, in float32, by the largest number of the
-            cache's dtype: 448 for float8_e4m3fn, 57344 for float8_e5m2, 127 for int8, 7 for uint8.
-            A row of zeros has the scale 0. A row with NaN or an infinity has the scale NaN, and
-            zeros in the cache, so that all of it is NaN when it is read. Padding has no scale.
+            norm and rotation in the dtype of ``key``, after ``hadamard`` in float32) divided, in
+            float32, by the largest number of the cache's dtype: 448 for float8_e4m3fn, 57344 for
+            float8_e5m2, 127 for int8, 7 for uint8. A row of zeros has the scale 0. A row with NaN
+            or an infinity has the scale NaN, and zeros in the cache, so that all of it is NaN when
+            it is read. Padding has no scale.
         v_scale_cache: the same for the values.
-        query: ``[num_tokens, num_heads, head_size]``, dtype of ``key``, with ``cos_sin_cache`` or
-            ``q_norm`` only: the queries to be rotated or normalized. num_heads is a multiple of
-            num_kv_heads. Donated, its memory is that of the new queries.
+        query: ``[num_tokens, num_heads, head_size]``, dtype of ``key``, with ``cos_sin_cache``,
+            ``q_norm`` or a ``hadamard`` of K only: the queries that change, too. num_heads is a
+            multiple of num_kv_heads. Donated, its memory is that of the new queries.
         positions: ``[num_tokens]``, int32 or int64: the row of ``cos_sin_cache`` for each token.
         cos_sin_cache: ``[max_positions, rotary_dim]``, float32 or dtype of ``key``: the cosines of
             a position's angles, then as many sines. rotary_dim is even and at most head_size: the
@@ -159,14 +165,26 @@ def kv_cache_update(
             Gemma 4.
         norm_round_first: whether a head is rounded to the dtype of ``key`` before the
             multiplication with weights, and again after it, as in Qwen3.
+        hadamard: which heads are multiplied by an orthonormal Walsh-Hadamard matrix, after norm and
+            rotation: ``"k"`` keys, ``"v"`` values, ``"kv"`` both. A ``query`` is multiplied with
+            the keys: give the query of attention here, or to ``jax_frontend.hadamard``. That
+            function also undoes the matrix of values, in the output or in the next projection. The
+            matrix extends over the largest power of two that divides head_size, and is repeated:
+            128 of 128 numbers, 32 of 96, 16 of 80. All of it is float32, and rounded once, to the
+            dtype that is written. Heads have at most 576 numbers. None: no heads. Not where V is a
+            part of K.
+        hadamard_signs: ``[head_size]``, float32, each 1 or -1, which is not checked: what the
+            numbers of a head are multiplied by before the matrix. Not for a V with another head
+            size. None: 1.
 
     Returns:
         The updated cache, shape and dtype of ``kv_cache``. With ``value_cache``, ``k_scale_cache``,
         ``v_scale_cache`` or ``query`` a tuple: the updated ``kv_cache``, then what these became, in
-        this order. The query of a token with a negative slot is rotated and normalized, too.
+        this order. The query of a token with a negative slot changes, too.
 
     Raises:
-        ValueError: a shape is wrong, or an argument is given that needs another one.
+        ValueError: a shape or ``hadamard`` is wrong, or an argument is given that needs another
+            one.
         TypeError: a dtype or type is wrong.
         jax.errors.JaxRuntimeError, or ValueError: when it runs, INVALID_ARGUMENT: a slot is past
             the end, or the position of a token with a slot has no row in ``cos_sin_cache``. The
@@ -204,6 +222,7 @@ def kv_cache_update(
             cos_sin_cache=cos_sin_cache,
             q_norm=q_norm,
             k_norm=k_norm,
+            hadamard_signs=hadamard_signs,
         ),
         kv_layout=kv_layout,
         interleaved=interleaved,
@@ -212,6 +231,7 @@ def kv_cache_update(
         norm_after_rope=norm_after_rope,
         v_norm=v_norm,
         norm_round_first=norm_round_first,
+        hadamard=hadamard,
     )
     updated = arrays.call(call)
     return updated[0] if len(updated) == 1 else updated

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from shared_ffi import _native, token_rows
+from shared_ffi import hadamard as _hadamard
 from shared_ffi import kv_cache as _kv_cache
 from shared_ffi import kv_layout as _kv_layout
 from shared_ffi import norms as _norms
@@ -61,6 +62,8 @@ def check(
     norm_after_rope: bool = False,
     v_norm: bool = False,
     norm_round_first: bool = False,
+    hadamard: str | None = None,
+    hadamard_signs: ArraySpec | None = None,
 ) -> Call:
     """Returns the in-place call, or raises ValueError (shape) or TypeError (dtype)."""
     remedy = "kv_cache comes first, then key" if len(kv_cache.shape) == 3 < len(key.shape) else ""
@@ -125,8 +128,10 @@ def check(
     check_array(OP, "slot_mapping", slot_mapping, of_tokens, "int32 or int64", remedy)
     rotary = {"positions": positions, "cos_sin_cache": cos_sin_cache}
     interleaved = flag(OP, "interleaved", interleaved)
-    if query is not None and cos_sin_cache is None and q_norm is None:
-        raise excess_error(OP, "query", "be None without cos_sin_cache and q_norm", query)
+    transformed = _hadamard.of(OP, hadamard)
+    if query is not None and cos_sin_cache is None and q_norm is None and "k" not in transformed:
+        rule = "be None without cos_sin_cache, q_norm and a hadamard of K"
+        raise excess_error(OP, "query", rule, query)
     if any(array is not None for array in rotary.values()) or interleaved:
         _check_rotary(key, **rotary, interleaved=interleaved, is_latent=is_latent)
     if query is not None:
@@ -144,6 +149,7 @@ def check(
     )
     is_rotated = cos_sin_cache is not None
     _norms.add(OP, operands, norms, key, query, is_rotated=is_rotated, is_latent=is_latent)
+    _hadamard.add(OP, operands, transformed, hadamard_signs, key, value, is_latent=is_latent)
     written = [i for i, name in enumerate(operands.names) if name in WRITTEN]
     return Call(
         OP,

@@ -273,7 +273,8 @@ def _cure(argument: str, rule: str, got: object) -> str:
         if got in _NUMBERS and rule != "type str":
             return f"Pass {wanted}({argument})"
         more = ", or an array with one for each sequence" if argument == "causal" else ""
-        return f"Pass {_EXAMPLES[rule]}{more}"
+        example = "a string, such as 'kv'" if argument == "hadamard" else _EXAMPLES[rule]
+        return f"Pass {example}{more}"
     if argument == "num_seqs" and got in ("float", "float32"):
         return "It may be scale, if an array before it was left out"
     if (rule, got) == ("dtype int32", "int64"):

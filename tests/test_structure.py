@@ -167,7 +167,7 @@ def test_integrations_stand_alone(name: str) -> None:
 
 def test_every_op_has_its_files_and_its_backends() -> None:
     names = [op.OP for op in OPS if not op.OP.endswith("_backward")]
-    ops = ["merge_attention", "ragged_paged_attention", *names]
+    ops = ["hadamard", "merge_attention", "ragged_paged_attention", *names]
     ops += ["Batch", "BatchHistory", "BlockPool", "check_batch", "pad_batch", "slot_mapping"]
     assert sorted(jax_frontend.__all__) == sorted(
         [*ops, "ragged_paged_attention_hd64", "ragged_paged_attention_v3"]

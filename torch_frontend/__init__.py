@@ -19,6 +19,7 @@ from torch_frontend.batch import (
     slot_mapping,
 )
 from torch_frontend.compilers.aot_inductor import aoti_compile_and_package
+from torch_frontend.hadamard import hadamard
 from torch_frontend.kv_cache_update import kv_cache_update
 from torch_frontend.merge_attention import merge_attention
 from torch_frontend.operator.export import export_platform
@@ -36,6 +37,7 @@ __all__ = [
     "aoti_compile_and_package",
     "check_batch",
     "export_platform",
+    "hadamard",
     "kv_cache_update",
     "merge_attention",
     "pad_batch",

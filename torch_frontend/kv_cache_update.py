@@ -20,7 +20,8 @@ _SCHEMA = (
 _MADE = "Tensor(d!)? k_scale_cache=None, Tensor(e!)? v_scale_cache=None"
 _NORMS = (
     "Tensor? q_norm=None, Tensor? k_norm=None, float? norm_eps=None, int norm_offset=0, "
-    "bool norm_after_rope=False, bool v_norm=False, bool norm_round_first=False"
+    "bool norm_after_rope=False, bool v_norm=False, bool norm_round_first=False, "
+    "str? hadamard=None, Tensor? hadamard_signs=None"
 )
 _STRIDED = ("kv_cache", "value_cache", "k_scale", "v_scale", "k_scale_cache", "v_scale_cache")
 _ROWS = ("key", "value", "query")
@@ -38,7 +39,7 @@ WITH_NORMS = define(
     strided=_STRIDED,
     rows=_ROWS,
 )
-"""Normalizes, and makes scales if they are given. It is an overload for the same reason."""
+"""Does all that an update can do. It is an overload for the same reason."""
 _DEFAULT, _WITH_SCALES, _WITH_NORMS = (
     checked(op.OP, overload) for overload in (DEFAULT, WITH_SCALES, WITH_NORMS)
 )
@@ -67,11 +68,14 @@ def kv_cache_update(
     norm_after_rope: bool = False,
     v_norm: bool = False,
     norm_round_first: bool = False,
+    hadamard: str | None = None,
+    hadamard_signs: torch.Tensor | None = None,
 ) -> None:
     """Writes the keys and values of new tokens into their slots of a paged cache, in place.
 
     With ``positions`` and ``cos_sin_cache`` it rotates the keys before, and ``query`` in place.
     With ``k_norm``, ``q_norm`` and ``v_norm`` it normalizes keys, ``query`` in place, and values.
+    With ``hadamard`` it spreads the largest numbers of a head over all of them.
     With ``k_scale_cache`` and ``v_scale_cache`` it makes the scales of a cache of 8 or 4 bits.
 
     ``torch.ops.xla_gpu.kv_cache_update`` is the operator itself, with the overloads ``default``,
@@ -99,9 +103,9 @@ def kv_cache_update(
             view, such as the last bytes of the cache's rows. Give it to ``paged_attention`` as
             ``k_scale``. ``k_scale`` is None then.
         v_scale_cache: the same for the values.
-        query: ``[num_tokens, num_heads, head_size]``, dtype of ``key``: the queries to be rotated
-            or normalized. May be a slice of a fused projection. It shares no element with another
-            argument.
+        query: ``[num_tokens, num_heads, head_size]``, dtype of ``key``: the queries to be rotated,
+            normalized or transformed. May be a slice of a fused projection. It shares no element
+            with another argument.
         positions: ``[num_tokens]``, int32 or int64: the row of ``cos_sin_cache`` for each token.
         cos_sin_cache: ``[max_positions, rotary_dim]``, float32 or dtype of ``key``: cosines, then
             as many sines. None: nothing is rotated.
@@ -117,6 +121,12 @@ def kv_cache_update(
         v_norm: whether values are normalized, each head alone and without weights.
         norm_round_first: whether a head is rounded to its dtype before the multiplication with
             weights, too.
+        hadamard: ``"kv"``, ``"k"`` or ``"v"``: keys, values or both are multiplied by an
+            orthonormal Walsh-Hadamard matrix, in float32, after norm and rotation, and ``query``
+            with the keys, in place. That of the values is undone by ``torch_frontend.hadamard`` of
+            the output, or in the weights of the next projection. None: nothing is.
+        hadamard_signs: ``[head_size]``, float32, each 1 or -1: what the numbers of a head are
+            multiplied by before. None: 1.
 
     Raises:
         ValueError: a shape is wrong, an argument is given that needs another one, tensors are on
@@ -136,7 +146,8 @@ def kv_cache_update(
         operator = _WITH_SCALES
     has_weights = q_norm is not None or k_norm is not None or norm_eps is not None
     has_flags = v_norm is not False or norm_after_rope is not False or norm_round_first is not False
-    if has_weights or has_flags or norm_offset != 0:
+    has_hadamard = hadamard is not None or hadamard_signs is not None
+    if has_weights or has_flags or norm_offset != 0 or has_hadamard:
         others |= {
             "q_norm": q_norm,
             "k_norm": k_norm,
@@ -145,6 +156,8 @@ def kv_cache_update(
             "norm_after_rope": norm_after_rope,
             "v_norm": v_norm,
             "norm_round_first": norm_round_first,
+            "hadamard": hadamard,
+            "hadamard_signs": hadamard_signs,
         }
         operator = _WITH_NORMS
     operator(

@@ -7,6 +7,7 @@ predicted with each kind of cache. Weights and arithmetic are float32.
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import torch_frontend  # noqa: F401  (defines torch.ops.xla_gpu)
+import torch_frontend
 from examples.generate.run import PROMPTS
 from shared_ffi.batch import Batch
 from xla_paged_attention.engine.checkpoint import Checkpoint, load
@@ -22,16 +23,35 @@ from xla_paged_attention.engine.llama_torch import Llama, Rope, rotated
 
 INT4 = torch.uint8  # two numbers in an element
 SCALED = (torch.float8_e4m3fn, torch.int8, INT4)
+
+
+class Kind(NamedTuple):
+    """What a cache holds."""
+
+    keys: torch.dtype
+    values: torch.dtype
+    hadamard: str | None = None
+    """As in ``kv_cache_update``."""
+
+    def bytes_of_head(self, head_size: int) -> int:
+        """The bytes of K and V of a head of a token, with their scales."""
+        dtypes = (self.keys, self.values)
+        bits = sum(8 * x.itemsize // (2 if x == INT4 else 1) for x in dtypes)
+        return bits * head_size // 8 + 4 * sum(x in SCALED for x in dtypes)
+
+
 CACHES = {
-    "float32": (torch.float32, torch.float32),
-    "bfloat16": (torch.bfloat16, torch.bfloat16),
-    "float8_e4m3fn": (torch.float8_e4m3fn, torch.float8_e4m3fn),
-    "int8": (torch.int8, torch.int8),
-    "int8 K, int4 V": (torch.int8, INT4),
-    "int4 K, int8 V": (INT4, torch.int8),
-    "int4": (INT4, INT4),
+    "float32": Kind(torch.float32, torch.float32),
+    "bfloat16": Kind(torch.bfloat16, torch.bfloat16),
+    "float8_e4m3fn": Kind(torch.float8_e4m3fn, torch.float8_e4m3fn),
+    "int8": Kind(torch.int8, torch.int8),
+    "int8, Hadamard": Kind(torch.int8, torch.int8, "kv"),
+    "int8 K, int4 V": Kind(torch.int8, INT4),
+    "int8 K, int4 V, Hadamard": Kind(torch.int8, INT4, "kv"),
+    "int4 K, int8 V": Kind(INT4, torch.int8),
+    "int4": Kind(INT4, INT4),
+    "int4, Hadamard": Kind(INT4, INT4, "kv"),
 }
-"""The dtypes of K and V."""
 
 
 class Cache(NamedTuple):
@@ -39,14 +59,17 @@ class Cache(NamedTuple):
 
     arrays: tuple[Tensor, Tensor]
     scales: tuple[Tensor, Tensor]
+    hadamard: str | None
 
     @classmethod
-    def empty(cls, num_tokens: int, num_heads: int, head_size: int, *dtypes: Any) -> Cache:
+    def empty(cls, num_tokens: int, num_heads: int, head_size: int, kind: Kind) -> Cache:
         """A cache with scales of 1."""
         shape = (num_tokens, 1, num_heads)
-        sizes = [head_size // (2 if dtype == INT4 else 1) for dtype in dtypes]
-        arrays = [torch.zeros(*shape, n, dtype=x) for n, x in zip(sizes, dtypes, strict=True)]
-        return cls((arrays[0], arrays[1]), (torch.ones(shape), torch.ones(shape)))
+        keys, values = (
+            torch.zeros(*shape, head_size // (2 if dtype == INT4 else 1), dtype=dtype)
+            for dtype in (kind.keys, kind.values)
+        )
+        return cls((keys, values), (torch.ones(shape), torch.ones(shape)), kind.hadamard)
 
 
 def attend(
@@ -62,12 +85,15 @@ def attend(
         options = {"k_scale": cache.scales[0], "v_scale": cache.scales[1]}
     dtype = torch.float32 if options else keys.dtype
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    ops, slots = torch.ops.xla_gpu, batch.slot_mapping
-    ops.kv_cache_update(keys, key, value, slots, value_cache=values, **made)
+    if cache.hadamard is not None:
+        made |= {"hadamard": cache.hadamard, "query": query}
+    rows = key, value, batch.slot_mapping
+    torch_frontend.kv_cache_update(keys, *rows, value_cache=values, **made)
     scale = query.shape[-1] ** -0.5
-    metadata = batch[3:]
-    attended = ops.paged_attention(query, keys, *metadata, scale, value_cache=values, **options)
-    return attended.float()
+    attended = torch_frontend.paged_attention(
+        query, keys, *batch[3:], scale, value_cache=values, **options
+    )
+    return (attended if cache.hadamard is None else torch_frontend.hadamard(attended)).float()
 
 
 def model_of(checkpoint: Checkpoint) -> Llama:
@@ -80,7 +106,7 @@ def model_of(checkpoint: Checkpoint) -> Llama:
 
 
 @torch.inference_mode()
-def logprobs(model: Llama, tokens: Sequence[int], *dtypes: Any) -> Tensor:
+def logprobs(model: Llama, tokens: Sequence[int], kind: Kind) -> Tensor:
     """The log-probabilities of each next token, ``[num_tokens - 1, vocab_size]``: one decoding
     step for all tokens, each a sequence of its own in the blocks of the whole text."""
     num_tokens = len(tokens) - 1
@@ -96,7 +122,7 @@ def logprobs(model: Llama, tokens: Sequence[int], *dtypes: Any) -> Tensor:
     )
     config = model.config
     caches = [
-        Cache.empty(num_tokens, config.num_kv_heads, config.head_size, *dtypes)
+        Cache.empty(num_tokens, config.num_kv_heads, config.head_size, kind)
         for _ in config.sliding_windows
     ]
     return model(caches, batch).log_softmax(-1)
@@ -115,38 +141,67 @@ def answers(checkpoint: Checkpoint, max_new_tokens: int) -> list[tuple[list[int]
     return found
 
 
+def rows(checkpoint: Checkpoint, max_new_tokens: int) -> list[dict[str, Any]]:
+    """What the tokens of the answers are predicted with by each kind of cache."""
+    texts = answers(checkpoint, max_new_tokens)
+    chosen = [torch.tensor(tokens[start:])[:, None] for tokens, start in texts]
+    model = model_of(checkpoint)
+    found: list[dict[str, Any]] = []
+    exact: list[Tensor] = []
+    for name, kind in CACHES.items():
+        predicted = [logprobs(model, tokens, kind)[start - 1 :] for tokens, start in texts]
+        exact = exact or predicted
+        of_tokens, expected = (
+            torch.cat([x.gather(1, i) for x, i in zip(y, chosen, strict=True)])
+            for y in (predicted, exact)
+        )
+        same = torch.cat(
+            [x.argmax(-1) == y.argmax(-1) for x, y in zip(predicted, exact, strict=True)]
+        )
+        difference, count = (of_tokens - expected).abs(), len(same)
+        found.append(
+            {
+                "cache": name,
+                "bytes": kind.bytes_of_head(checkpoint.config.head_size),
+                "tokens": count,
+                "log_probability": of_tokens.mean().item(),
+                "difference": difference.mean().item(),
+                "difference_error": (difference.std() / count**0.5).item(),
+                "largest_difference": difference.max().item(),
+                "same": same.float().mean().item(),
+                "same_error": (same.float().std() / count**0.5).item(),
+            }
+        )
+    return found
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows in Markdown. Behind ± are standard errors, as of independent tokens."""
+    lines = [
+        "| cache | bytes of a head's K and V | mean log-probability | mean difference "
+        "| largest difference | same best token |",
+        "|---|---|---|---|---|---|",
+    ]
+    lines += [
+        "| {cache} | {bytes} | {log_probability:.4f} | {difference:.4f} ± {difference_error:.4f} "
+        "| {largest_difference:.3f} | {same:.1%} ± {same_error:.1%} |".format(**row)
+        for row in rows
+    ]
+    return "\n".join(lines)
+
+
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m examples.generate.cache_dtypes")
     parser.add_argument("--model", type=Path, metavar="FOLDER", help="as in examples.generate")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="tokens per answer at most")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers to it")
     options = parser.parse_args()
-    checkpoint = load(options.model, "float32")
-    texts = answers(checkpoint, options.max_new_tokens)
-    model = model_of(checkpoint)
-    print(
-        "| cache | bytes of a head's K and V | mean log-probability | mean difference "
-        "| largest difference | same best token |"
-    )
-    print("|---|---|---|---|---|---|")
-    exact: list[Tensor] = []
-    for name, dtypes in CACHES.items():
-        rows = [logprobs(model, tokens, *dtypes)[start - 1 :] for tokens, start in texts]
-        exact = exact or rows
-        chosen = [torch.tensor(tokens[start:])[:, None] for tokens, start in texts]
-        found, expected = (
-            torch.cat([x.gather(1, i) for x, i in zip(y, chosen, strict=True)])
-            for y in (rows, exact)
-        )
-        difference = (found - expected).abs()
-        same = torch.cat([x.argmax(-1) == y.argmax(-1) for x, y in zip(rows, exact, strict=True)])
-        bits = [8 * x.itemsize // (2 if x == INT4 else 1) for x in dtypes]
-        num_bytes = sum(bits) * checkpoint.config.head_size // 8
-        num_bytes += 4 * sum(x in SCALED for x in dtypes)
-        print(
-            f"| {name} | {num_bytes} | {found.mean():.4f} | {difference.mean():.4f} "
-            f"| {difference.max():.3f} | {same.float().mean():.1%} |"
-        )
+    found = rows(load(options.model, "float32"), options.max_new_tokens)
+    print(table(found))
+    if options.json is not None:
+        lines = ",\n  ".join(map(json.dumps, found))
+        options.json.write_text(f'{{\n "rows": [\n  {lines}\n ]\n}}\n')
 
 
 if __name__ == "__main__":

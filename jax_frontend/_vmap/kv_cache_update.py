@@ -17,15 +17,15 @@ def batch(
     size: int, operands: Mapping[str, Operand], options: Mapping[str, Any]
 ) -> BatchedCall | None:
     """The calls' blocks become one pool, their tokens one batch. Calls that start from the same
-    cache get a copy each. Calls with several tables of cosines and sines, or several weights
-    of norms, have no call like that."""
+    cache get a copy each. Calls with several tables of cosines and sines, several weights of norms,
+    or several signs, have no call like that."""
     slot_mapping = operands["slot_mapping"]
     caches = {name: x for name, x in operands.items() if name in ("kv_cache", "value_cache")}
     scales = {name: x for name, x in operands.items() if name in ("k_scale", "v_scale")}
     per_position = {name: x for name, x in scales.items() if len(x.shape) == 3}
     per_position |= {name: x for name, x in operands.items() if name.endswith("_scale_cache")}
     others = {name: x for name, x in scales.items() if name not in per_position}
-    of_calls = ("cos_sin_cache", "q_norm", "k_norm")
+    of_calls = ("cos_sin_cache", "q_norm", "k_norm", "hadamard_signs")
     others |= {name: x for name, x in operands.items() if name in of_calls}
     of_tokens = {
         name: x for name, x in operands.items() if name in ("key", "value", "query", "positions")

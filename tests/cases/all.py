@@ -77,5 +77,8 @@ SHORT_UPDATE_CASES = [
         "normalized-all heads-f32",
         "normalized-int8-made-scales-per head-f16",
         "normalized-after-False-bf16",
+        "hadamard-after-all-bf16",
+        "hadamard-int4-made-scales-bf16",
+        "hadamard-signs-f32",
     }
 ]

@@ -636,7 +636,7 @@ STATIC = [
             **{name: array},
         )
         for name, more, array in (
-            ("query", " and q_norm", ones(3, 4, 8)),
+            ("query", ", q_norm and a hadamard of K", ones(3, 4, 8)),
             ("positions", "", ones(3, dtype=I32)),
         )
     ),
@@ -741,6 +741,76 @@ STATIC = [
                     ("k_norm", None, "shape [8]", ones(8)),
                     ("v_norm", False, True, True),
                 )
+            ),
+        )
+    ),
+    *(
+        bad_call(update, message, **arguments)
+        for message, arguments in (
+            (
+                "hadamard must be 'k', 'v' or 'kv'; got 'vk'. It says whether K, which the query "
+                "follows, and V are transformed",
+                {"hadamard": "vk"},
+            ),
+            (
+                "hadamard_signs must be None without hadamard; got shape [8]. "
+                "Leave hadamard_signs out",
+                {"hadamard_signs": ones(8)},
+            ),
+            (
+                "hadamard_signs must have shape [head_size=8]; got [2, 8]. It has a sign, 1 or -1, "
+                "for each number of a head",
+                {"hadamard": "k", "hadamard_signs": ones(2, 8)},
+            ),
+            (
+                "hadamard_signs must have dtype float32; got float16. "
+                "Cast hadamard_signs to float32",
+                {"hadamard": "k", "hadamard_signs": ones(8, dtype=F16)},
+            ),
+            (
+                "hadamard_signs must be None for a V with another head size, 4, than K; got shape "
+                "[8]. Leave hadamard_signs out",
+                {
+                    "kv_cache": np.zeros((4, 2, 2, 8), F32),
+                    "value_cache": np.zeros((4, 2, 2, 4), F32),
+                    "value": ones(3, 2, 4),
+                    "hadamard": "kv",
+                    "hadamard_signs": ones(8),
+                },
+            ),
+            (
+                "query must be None without cos_sin_cache, q_norm and a hadamard of K; got shape "
+                "[3, 4, 8]. Leave query out",
+                {"query": ones(3, 4, 8), "hadamard": "v"},
+            ),
+            (
+                "key must have dtype float32, float16 or bfloat16 with hadamard; got int8",
+                {
+                    "kv_cache": np.zeros((4, 2, 4, 8), np.int8),
+                    "key": ones(3, 2, 8, dtype=np.int8),
+                    "value": ones(3, 2, 8, dtype=np.int8),
+                    "hadamard": "kv",
+                },
+            ),
+            (
+                "key must have a head_size of at most 576 with hadamard; got 578. "
+                "paged_attention reads no larger heads",
+                {
+                    "kv_cache": np.zeros((4, 2, 4, 578), F32),
+                    "key": ones(3, 2, 578),
+                    "value": ones(3, 2, 578),
+                    "hadamard": "kv",
+                },
+            ),
+            (
+                "hadamard must be None where V is a part of K, whose blocks would be other ones; "
+                "got 'k'. Leave hadamard out",
+                {
+                    "kv_cache": np.zeros((4, 2, 8), F32),
+                    "key": ones(3, 1, 8),
+                    "value": ones(3, 1, 0),
+                    "hadamard": "k",
+                },
             ),
         )
     ),
@@ -1037,6 +1107,7 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
         "num_seqs": np.array(2, I32),
         "scale": 0.5,
     },
+    "hadamard": {"x": ones(4, 4, 8)},
     "merge_attention": {"outputs": ones(2, 4, 4, 8), "lses": ones(2, 4, 4)},
     "slot_mapping": {x: attention()[x] for x in METADATA} | {"block_size": 2, "num_tokens": 4},
     "pad_batch": {
@@ -1211,6 +1282,15 @@ MISTAKES = [
             ),
             (
                 "kv_cache_update",
+                "hadamard",
+                "str",
+                True,
+                "bool",
+                "Pass a string, such as 'kv'",
+                {},
+            ),
+            (
+                "kv_cache_update",
                 "norm_offset",
                 "int",
                 "1",
@@ -1276,6 +1356,16 @@ MISTAKES = [
         jax="b must have shape [2, 3]; got []. Nothing is broadcast",
         torch=f"b {_TENSOR} float. Pass torch.tensor(b, dtype=torch.float32)",
         b=1.0,
+    ),
+    mistake(
+        "hadamard",
+        "x must have shape [..., head_size]; got [4, 0]. The last dimension has the numbers of a head",
+        x=ones(4, 0),
+    ),
+    mistake(
+        "hadamard",
+        "x must have dtype float32, float16 or bfloat16; got int32. Cast x to one of them",
+        x=ones(4, 8, dtype=I32),
     ),
     mistake(
         "merge_attention",

@@ -29,7 +29,7 @@ FEATURES = {
     ),
     "kv_cache_update": (
         *(*_OF_CACHES, "k_scale_cache", "v_scale_cache"),
-        *("query", "positions", "cos_sin_cache", "q_norm", "k_norm"),
+        *("query", "positions", "cos_sin_cache", "q_norm", "k_norm", "hadamard_signs"),
     ),
 }
 """The arrays that not every call of an op has, in the order of its operands."""

@@ -64,6 +64,7 @@ _OPTIONAL = (
     *("row_heads", "row_head_size", "row_kv_heads", "row_value_head_size"),
     *("query_heads", "interleaved"),
     *("norm_eps", "norm_offset", "norm_after_rope", "v_norm", "norm_round_first"),
+    *("k_hadamard", "v_hadamard"),
 )
 """Attributes that not every call has."""
 
@@ -261,6 +262,17 @@ def sound_calls() -> dict[str, HandlerCall]:
             scales="one",
             norm="all heads",
             norm_options=("norm_offset",),
+        ),
+        "transformed": UpdateCase(
+            "transformed",
+            num_padding=0,
+            num_heads=4,
+            head_size=24,
+            cache_dtype="int8",
+            made_scales=("k_scale", "v_scale"),
+            hadamard="kv",
+            has_signs=True,
+            dtype="bfloat16",
         ),
     }
     small = partial(VarlenCase, lengths=(3, 0, 2), head_size=8, padding=1)

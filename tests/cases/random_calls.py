@@ -68,6 +68,7 @@ def update_case(name: str, group_rng: random.Random, trial_rng: random.Random) -
     num_kv_heads = _num_kv_heads(features, is_latent, group_rng)
     rotary = {} if is_latent else _rotary(features, num_kv_heads, group_rng)
     norms = {} if is_latent else _norms(features, num_kv_heads, rotary, group_rng)
+    hadamard = {} if is_latent else _hadamard(features, group_rng)
     made_scales: tuple[str, ...] = ()
     if features["cache_dtype"] and group_rng.random() < 0.3:
         names = ("k_scale",) if is_latent else ("k_scale", "v_scale")
@@ -82,7 +83,7 @@ def update_case(name: str, group_rng: random.Random, trial_rng: random.Random) -
         num_padding=trial_rng.choice([0, trial_rng.randint(0, num_tokens), num_tokens]),
         made_scales=made_scales,
         **features,
-        **rotary | norms,
+        **rotary | norms | hadamard,
     )
 
 
@@ -106,8 +107,7 @@ def _norms(
 ) -> dict[str, Any]:
     """Norms of a third of the updates that may have them."""
     dtype = features["dtype"]
-    has_8_bit_keys = features["cache_dtype"] and features["scales"] is None and dtype == "float16"
-    if has_8_bit_keys or rng.random() < 0.67:
+    if _has_8_bit_keys(features) or rng.random() < 0.67:
         return {}
     norm, v_norm = rng.choice([*NORMS, NORMS[1]]), rng.random() < 0.3
     may_be_after = rotary and norm == "per head"
@@ -118,6 +118,21 @@ def _norms(
         "v_norm": v_norm,
         "norm_options": tuple(x for x in options if norm and rng.random() < 0.4),
     } | ({"num_heads": num_kv_heads * rng.choice([0, 1, 3])} if norm and not rotary else {})
+
+
+def _has_8_bit_keys(features: dict[str, Any]) -> bool:
+    is_copied = features["scales"] is None and features["dtype"] == "float16"
+    return bool(features["cache_dtype"] and is_copied)
+
+
+def _hadamard(features: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+    """Walsh-Hadamard transforms of a third of the updates that may have them."""
+    if _has_8_bit_keys(features) or rng.random() < 0.67:
+        return {}
+    hadamard = rng.choice(["k", "v", "kv"])
+    is_one_size = features.get("own_value_head_size") in (None, features["head_size"])
+    may_have_signs = is_one_size or hadamard == "k"
+    return {"hadamard": hadamard, "has_signs": may_have_signs and rng.random() < 0.5}
 
 
 def attention_case(name: str, group_rng: random.Random, trial_rng: random.Random) -> Case:

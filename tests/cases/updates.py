@@ -66,6 +66,8 @@ class UpdateCase:
     norm_dtype: str = "float32"
     v_norm: bool = False
     norm_options: tuple[str, ...] = ()  # of NORM_OPTIONS
+    hadamard: str | None = None
+    has_signs: bool = False  # hadamard_signs
 
     def attributes(self) -> dict[str, Any]:
         attributes: dict[str, Any] = {}
@@ -91,7 +93,7 @@ class UpdateCase:
             pool = self._in_default_layout().kv_cache.shape[:2]
             attributes[f"{name}_cache"] = np.full((*pool, self.num_kv_heads), np.nan, np.float32)
             attributes[f"{name}_cache"][::2] = 7
-        return attributes | self._query() | self._rotary() | self._norms()
+        return attributes | self._query() | self._rotary() | self._norms() | self._hadamard()
 
     def _rotary(self) -> dict[str, Any]:
         """A token that has no slot may have no position, either. Rows of the table that no token
@@ -129,6 +131,12 @@ class UpdateCase:
         if not norms:
             return {}
         return norms | {"norm_eps": 1e-6} | {name: NORM_OPTIONS[name] for name in self.norm_options}
+
+    def _hadamard(self) -> dict[str, Any]:
+        rng = np.random.default_rng(zlib.crc32(f"signs {self.id}".encode()))
+        signs = rng.choice(np.float32([-1, 1]), self.head_size)
+        transform: dict[str, Any] = {"hadamard": self.hadamard} if self.hadamard else {}
+        return transform | ({"hadamard_signs": signs} if self.has_signs else {})
 
     def _is_copied(self) -> bool:
         """Whether keys and values have the cache's dtype, and are written unchanged."""
@@ -500,4 +508,71 @@ def _normalized() -> Iterator[UpdateCase]:
     )
 
 
-CASES = [*_updates(), *_normalized()]
+def _transformed() -> Iterator[UpdateCase]:
+    made = ("k_scale", "v_scale")
+    for dtype, short in SHORT_NAMES.items():
+        fields: dict[str, Any] = {"dtype": dtype, "head_size": 64, "hadamard": "kv"}
+        queries = fields | {"num_heads": 6}
+        all_changes = queries | {"rotary_dim": 32, "norm": "per head", "v_norm": True}
+        yield UpdateCase(id=f"hadamard-{short}", **queries)
+        yield UpdateCase(id=f"hadamard-keys-{short}", **queries | {"hadamard": "k"})
+        yield UpdateCase(id=f"hadamard-values-{short}", **fields | {"hadamard": "v"})
+        yield UpdateCase(id=f"hadamard-signs-{short}", has_signs=True, **queries)
+        yield UpdateCase(id=f"hadamard-rotated-{short}", rotary_dim=64, **queries)
+        yield UpdateCase(id=f"hadamard-after-all-{short}", **all_changes)
+        yield UpdateCase(
+            id=f"hadamard-after-norm-{short}", norm_options=("norm_after_rope",), **all_changes
+        )
+        for cache_dtype in QUANTIZED:
+            yield UpdateCase(
+                id=f"hadamard-{cache_dtype}-{short}",
+                cache_dtype=cache_dtype,
+                scales="per position",
+                has_signs=True,
+                **all_changes | {"interleaved": True},
+            )
+            yield UpdateCase(
+                id=f"hadamard-{cache_dtype}-made-scales-{short}",
+                cache_dtype=cache_dtype,
+                made_scales=made,
+                **queries,
+            )
+        yield UpdateCase(
+            id=f"hadamard-large-{short}",
+            num_tokens=150,
+            num_kv_heads=5,
+            num_heads=15,
+            cache_dtype="int4",
+            made_scales=made,
+            **fields | {"head_size": 128},
+        )
+    for head_size in (1, 2, 4, 6, 8, 17, 24, 32, 80, 96, 192, 256, 512, 576):
+        yield UpdateCase(
+            id=f"hadamard-{head_size}",
+            head_size=head_size,
+            num_heads=2,
+            num_tokens=3,
+            num_padding=1,
+            hadamard="kv",
+            has_signs=True,
+        )
+    for layout, signs, cache_dtype in product(SEPARATE_LAYOUTS, (False, True), (None, "int8")):
+        yield UpdateCase(
+            id=f"hadamard-own-value-head-size-{layout}-{signs}-{cache_dtype}",
+            head_size=24,
+            own_value_head_size=6,
+            kv_layout=layout,
+            cache_dtype=cache_dtype,
+            value_cache_dtype="int4" if cache_dtype else None,
+            made_scales=made if cache_dtype else (),
+            hadamard="k" if signs else "kv",
+            has_signs=signs,
+            dtype="bfloat16",
+        )
+    yield UpdateCase(id="hadamard-together", norm="all heads", num_heads=4, hadamard="kv")
+    yield UpdateCase(
+        id="hadamard-no-tokens", num_tokens=0, num_padding=0, num_heads=4, hadamard="k"
+    )
+
+
+CASES = [*_updates(), *_normalized(), *_transformed()]

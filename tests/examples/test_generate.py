@@ -240,13 +240,22 @@ def test_what_fewer_bits_in_a_cache_cost(model: Checkpoint) -> None:
     prompt, answer = prompts((30, 20))
     expected = torch.tensor(model.scores(prompt, answer).logprobs)
     errors = {}
-    for name, dtypes in cache_dtypes.CACHES.items():
-        found = cache_dtypes.logprobs(llama, [*prompt, *answer], *dtypes)[29:]
+    for name, kind in cache_dtypes.CACHES.items():
+        found = cache_dtypes.logprobs(llama, [*prompt, *answer], kind)[29:]
         difference = found.gather(1, torch.tensor(answer)[:, None])[:, 0] - expected
         errors[name] = difference.abs().mean().item()
     assert errors["float32"] < 1e-3 < errors["int8"]
     assert 3 * errors["int8"] < errors["int4"]
     assert errors["int8"] < errors["int8 K, int4 V"] < 2 * errors["int4"]
+    for name in ("int8", "int8 K, int4 V", "int4"):  # the numbers of this model are all alike
+        assert errors[f"{name}, Hadamard"] < 1.5 * errors[name]
+
+
+def test_the_page_shows_the_results_of_caches() -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    rows = json.loads((docs / "results/cache-dtypes.json").read_text())["rows"]
+    assert [row["cache"] for row in rows] == [*cache_dtypes.CACHES]
+    assert cache_dtypes.table(rows) in (docs / "features/caches.md").read_text()
 
 
 @pytest.fixture(scope="module")

@@ -277,13 +277,14 @@ def test_a_donated_sharded_cache_is_updated_in_place(
     compare(jitted(caches, *rest), alone)
 
 
-@pytest.mark.parametrize("norm", [None, "per head"])
+@pytest.mark.parametrize("fields", [{}, {"norm": "per head", "hadamard": "kv", "has_signs": True}])
 @pytest.mark.parametrize("num_kv_heads", [8, 1])
 def test_rotated_queries_and_a_cache_sharded_by_heads(
-    mesh: Mesh, partitioner: str, num_kv_heads: int, norm: str | None
+    mesh: Mesh, partitioner: str, num_kv_heads: int, fields: dict[str, Any]
 ) -> None:
     """With one kv head, the heads of the query alone are sharded."""
-    case = UpdateCase("sharded", num_kv_heads=num_kv_heads, num_heads=16, rotary_dim=16, norm=norm)
+    sizes = {"num_kv_heads": num_kv_heads, "num_heads": 16, "head_size": 18}
+    case = UpdateCase("sharded", rotary_dim=16, **sizes, **fields)
     (kv_cache, key, value, slots), (given, constants) = (
         case.inputs(),
         split_keywords(case.attributes()),
@@ -307,7 +308,7 @@ def test_rotated_queries_and_a_cache_sharded_by_heads(
     ]
     text = jitted.lower(*operands).compile().as_text()
     (call,) = hlo.custom_calls(text, UPDATE)
-    assert f"[{len(key)},4,17]" in call.partition("custom-call")[0]
+    assert f"[{len(key)},4,18]" in call.partition("custom-call")[0]
     assert not COLLECTIVES.search(text) and " copy(" not in text
     results = jitted(*operands)
     assert results[1].sharding.spec[1] == "model"

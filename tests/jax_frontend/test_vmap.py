@@ -320,6 +320,7 @@ UPDATES: dict[str, dict[str, Any]] = {
         "cache_dtype": "int8",
         "scales": "one",
     },
+    "hadamard": {"hadamard": "kv", "has_signs": True, "num_heads": 4, "head_size": 24},
     "rotated-keys-alone": {"rotary_dim": 16, "kv_layout": "nhbd"},
     "rotated-two-arrays": {"rotary_dim": 16, "num_heads": 2, "kv_layout": "nhbd"},
     **{f"layout-{layout}": {"kv_layout": layout} for layout in LAYOUTS},
@@ -361,9 +362,10 @@ def test_update(fields: dict[str, Any], is_shared: bool) -> None:
     check(update_of(options), ([cache_axis, 0, 0, 0], axes), inputs, arrays, target=UPDATE)
 
 
-@pytest.mark.parametrize("name", ["cos_sin_cache", "k_norm"])
+@pytest.mark.parametrize("name", ["cos_sin_cache", "k_norm", "hadamard_signs"])
 def test_updates_with_several_tables_are_looped_over(name: str) -> None:
-    inputs, arrays, options = updates(rotary_dim=8, num_heads=4, norm="per head")
+    hadamard = {"hadamard": "kv", "has_signs": True, "head_size": 24}
+    inputs, arrays, options = updates(rotary_dim=8, num_heads=4, norm="per head", **hadamard)
     table = arrays[name]
     arrays[name] = np.stack([table, -table, 2 * table])
     axes = {x: 0 if x in (*STACKED, name) else None for x in arrays}

@@ -50,7 +50,7 @@ def overload_of(op: str, attributes: dict[str, Any]) -> tuple[Any, dict[str, Any
     overload = "lse" if attributes.get("return_lse") else "default"
     if "k_scale_cache" in attributes or "v_scale_cache" in attributes:
         overload = "with_scales"
-    if any(x in attributes for x in ("q_norm", "k_norm", *_NORMS)):
+    if any(x in attributes for x in ("q_norm", "k_norm", *_NORMS, "hadamard", "hadamard_signs")):
         overload = "with_norms"
     return getattr(getattr(torch.ops.xla_gpu, op), overload), options
 
@@ -222,6 +222,7 @@ OPTIONS: dict[str, dict[str, tuple[Any, Any]]] = {
         "norm_after_rope": (False, True),
         "v_norm": (False, True),
         "norm_round_first": (False, True),
+        "hadamard": ("k", "kv"),
     },
 }
 """Two values of each option."""

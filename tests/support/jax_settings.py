@@ -245,6 +245,9 @@ def _kinds() -> Iterator[Kind]:
         is_exact=False,
     )
     yield Kind(
+        "hadamard", lambda x: (jax_frontend.hadamard(x),), (normal(6, 4, 24),), (1,), (1,), ()
+    )
+    yield Kind(
         "simple_add",
         lambda a, b: (jax_frontend.simple_add(a, b),),
         (normal(6, 16), normal(6, 16)),

@@ -146,8 +146,10 @@ void RunOnCpu(const Params& p, const Executor& executor) {
   const bool is_parallel = executor.num_threads > 1 && num_bytes + query_bytes >= kMinParallelBytes;
   const int64_t num_parts = is_parallel ? kPartsPerThread * executor.num_threads : 1;
   const auto copy = num_bytes < kMinStreamedBytes ? Copy : CopyPastCaches;
-  const Rounder keys(p.dtype, p.cache_dtype, p.head_size, p.k_scale, p.k_scale_cache);
-  const Rounder values(p.dtype, p.value_cache_dtype, p.value_head_size, p.v_scale, p.v_scale_cache);
+  const Rounder keys(RowDType(p, p.hadamard.has_keys, p.cache_dtype), p.cache_dtype, p.head_size,
+                     p.k_scale, p.k_scale_cache);
+  const Rounder values(RowDType(p, p.hadamard.has_values, p.value_cache_dtype), p.value_cache_dtype,
+                       p.value_head_size, p.v_scale, p.v_scale_cache);
   ParallelFor(executor, num_parts, [&](int64_t part) {
     Heads heads(p);
     for (int64_t token = 0; token < p.num_tokens; ++token) {

@@ -85,7 +85,8 @@ UpdateKernel KernelOfTypes(const Params& p) {
 
 template <typename From>
 UpdateKernel KernelOfType(const Params& p) {
-  if (p.norms.AreUsed()) return UpdateNormalized<From>;
+  if (p.hadamard.IsUsed()) return UpdateNormalized<From, true>;
+  if (p.norms.AreUsed()) return UpdateNormalized<From, false>;
   if (p.k_scale_cache != nullptr || p.v_scale_cache != nullptr) return UpdateAndScale<From>;
   if (p.value_cache_dtype == DType::kInt4) return UpdateInt4<From>;
   switch (p.cache_dtype) {
@@ -117,7 +118,8 @@ bool Fits(const Params& p) {
 }
 
 UpdateKernel KernelFor(const Params& p) {
-  if (p.dtype == p.cache_dtype && p.rotary.cos_sin_cache == nullptr && !p.norms.AreUsed()) {
+  if (p.dtype == p.cache_dtype && p.rotary.cos_sin_cache == nullptr && !p.norms.AreUsed() &&
+      !p.hadamard.IsUsed()) {
     if (Fits<uint4>(p)) return Update<uint4>;
     if (Fits<uint32_t>(p)) return Update<uint32_t>;
     return Fits<uint16_t>(p) ? Update<uint16_t> : Update<uint8_t>;
@@ -129,7 +131,8 @@ UpdateKernel KernelFor(const Params& p) {
 
 gpu::Error RunOnCuda(const Params& p, void* stream) {
   const int64_t num_blocks = p.num_tokens * BlocksOfToken(p);
-  return gpu::Kernel<Params>{KernelFor(p), kThreads}.Launch(num_blocks, stream, p);
+  return gpu::Kernel<Params>{KernelFor(p), kThreads, HadamardBytes(p)}.Launch(num_blocks, stream,
+                                                                              p);
 }
 
 }  // namespace xla_gpu::kv_cache_update

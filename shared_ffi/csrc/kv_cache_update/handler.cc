@@ -36,8 +36,9 @@ void ReadRotary(CallReader* call, const TokenRows& keys, ffi::DataType key_dtype
 // Reads the queries that are rotated or normalized, if there are any.
 void ReadQuery(CallReader* call, const TokenRows& keys, ffi::DataType key_dtype, Params* p) {
   if (!call->Find("query").has_value()) return;
-  if (!call->Find("cos_sin_cache").has_value() && !call->Find("q_norm").has_value()) {
-    call->Fail("operand query must come with cos_sin_cache or q_norm");
+  if (!call->Find("cos_sin_cache").has_value() && !call->Find("q_norm").has_value() &&
+      !p->hadamard.has_keys) {
+    call->Fail("operand query must come with cos_sin_cache, q_norm or k_hadamard");
   }
   const TokenRowsLayout layout = {call->Integer("query_heads", 0), keys.head_size};
   const TokenRows queries = ReadTokenRows(call, "query", layout, {key_dtype});
@@ -76,6 +77,27 @@ void ReadNorms(CallReader* call, ffi::DataType key_dtype, Params* p) {
   n->adds_one = call->Integer("norm_offset", 0) != 0;
   n->are_after_rotation = call->Integer("norm_after_rope", 0) != 0;
   n->rounds_first = call->Integer("norm_round_first", 0) != 0;
+}
+
+// Reads which heads are transformed. The key and the value have been read.
+void ReadHadamard(CallReader* call, Params* p) {
+  Hadamard* h = &p->hadamard;
+  h->has_keys = call->Integer("k_hadamard", 0) != 0;
+  h->has_values = call->Integer("v_hadamard", 0) != 0;
+  h->signs = call->Operand<float>("hadamard_signs", {ffi::F32}, {{p->head_size}});
+  if (!h->IsUsed()) {
+    if (h->signs != nullptr) call->Fail("operand hadamard_signs must come with k_ or v_hadamard");
+    return;
+  }
+  if (IsQuantized(p->dtype)) call->Refuse("key", "have more than 8 bits with Hadamard matrices");
+  if (p->head_size > kMaxHadamardHeadSize || p->value_head_size > kMaxHadamardHeadSize) {
+    call->Refuse("key", "have a head_size of at most ", kMaxHadamardHeadSize,
+                 " with Hadamard matrices, and so must value");
+  }
+  if (h->has_values && h->signs != nullptr && p->value_head_size != p->head_size) {
+    call->Refuse("hadamard_signs",
+                 "not come with v_hadamard and value_head_size=", p->value_head_size);
+  }
 }
 
 // Reads `scale`, or `scale_cache` in its place, whose scales the call makes: they are written to
@@ -130,6 +152,7 @@ ffi::Error MakeParams(const ffi::RemainingArgs& operands, const ffi::RemainingRe
   p->k_scale = ReadOrMakeScales(&call, "k_scale", "k_scale_cache", *p, &p->k_scale_cache);
   p->v_scale = ReadOrMakeScales(&call, "v_scale", "v_scale_cache", *p, &p->v_scale_cache);
   ReadRotary(&call, keys, key_dtype, &p->rotary);
+  ReadHadamard(&call, p);
   ReadQuery(&call, keys, key_dtype, p);
   ReadNorms(&call, key_dtype, p);
   // The results are operands, updated in place.

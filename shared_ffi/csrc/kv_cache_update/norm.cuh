@@ -1,9 +1,11 @@
-// The kernel that normalizes, and does all that the others do. A warp takes a head at a time: it
-// adds up the squares, and then reads the head again, which is in the processor's cache.
+// The kernel that normalizes and transforms, and does all that the others do. A warp takes a head
+// at a time: it adds up the squares, and then reads the head again, which is in the processor's
+// cache.
 #pragma once
 
 #include <algorithm>
 
+#include "hadamard.cuh"
 #include "norm.h"
 #include "scales.cuh"
 
@@ -151,7 +153,7 @@ template <typename T, typename Number>
 __device__ void StoreInRow(const Number& number, int count, float divisor, float* made, DType dtype,
                            T* unchanged, int8_t* rounded) {
   if (IsQuantized(dtype)) {
-    StoreRow(number, count, made == nullptr ? divisor : 1.0f, made, dtype, rounded);
+    StoreRow(number, count, divisor, made, dtype, rounded);
     return;
   }
   const int lane = static_cast<int>(threadIdx.x) % gpu::kWarpSize;
@@ -161,14 +163,28 @@ __device__ void StoreInRow(const Number& number, int count, float divisor, float
 // The thread blocks of a token. Where heads are normalized together there is one, so that a query
 // is not written before all of it has been added up; otherwise a warp has a head.
 inline int64_t BlocksOfToken(const Params& p) {
-  if (!p.norms.AreUsed() || p.norms.query.is_over_heads) return 1;
+  if ((!p.norms.AreUsed() && !p.hadamard.IsUsed()) || p.norms.query.is_over_heads) return 1;
   const int64_t num_heads = p.num_heads + p.num_kv_heads * (p.value_head_size == 0 ? 1 : 2);
   const int64_t most = 0x7fffffff / (p.num_tokens + 1);
   return std::max<int64_t>(1, std::min((num_heads + kWarps - 1) / kWarps, most));
 }
 
-// BlocksOfToken blocks of threads per token.
-template <typename From>
+// Calls store(number) for a head whose numbers are number(i), or for the transformed one.
+template <bool kTransforms, typename Number, typename Store>
+__device__ void StoreTransformed(const Params& p, bool is_transformed, const Number& number,
+                                 int count, const Store& store) {
+  if constexpr (kTransforms) {
+    if (is_transformed) {
+      const float* const row = Transformed(p, number, count);
+      return store([row](int i) { return row[i]; });
+    }
+  }
+  store(number);
+}
+
+// BlocksOfToken blocks of threads per token, with HadamardBytes of shared memory. `kTransforms`:
+// there are Walsh-Hadamard transforms.
+template <typename From, bool kTransforms>
 __global__ void UpdateNormalized(Params p) {
   const int blocks_of_token = static_cast<int>(gridDim.x / p.num_tokens);
   const int64_t token = blockIdx.x / blocks_of_token, slot = p.Slot(token);
@@ -188,7 +204,17 @@ __global__ void UpdateNormalized(Params p) {
   for (; row < num_heads; row += step) {
     From* head = query + static_cast<int64_t>(row) * head_size;
     if (has_row) {
-      NormalizedHead<From>(p, p.norms.query, head, row, position, of_queries).Write(head);
+      const NormalizedHead<From> number(p, p.norms.query, head, row, position, of_queries);
+      if constexpr (kTransforms) {
+        if (p.hadamard.has_keys) {
+          const float* const transformed = Transformed(p, number, head_size);
+          for (int i = lane; i < head_size; i += gpu::kWarpSize) {
+            gpu::FromFloat(transformed[i], head + i);
+          }
+          continue;
+        }
+      }
+      number.Write(head);
     } else if (slot >= 0) {
       for (int i = lane; i < head_size; i += gpu::kWarpSize) {
         gpu::FromFloat(__builtin_nanf(""), head + i);
@@ -206,8 +232,13 @@ __global__ void UpdateNormalized(Params p) {
     const int head = row - num_heads;
     const NormalizedHead<From> number(p, p.norms.key, key + static_cast<int64_t>(head) * head_size,
                                       head, position, of_keys);
-    StoreInRow(number, head_size, place.KeyDivisor(head), place.MadeKeyScale(head), p.cache_dtype,
-               place.Key<From>(head), place.Key<int8_t>(head));
+    float* const made = place.MadeKeyScale(head);
+    const float divisor = made == nullptr ? place.KeyDivisor(head) : 1.0f;
+    const auto store = [&](const auto& stored) {
+      StoreInRow(stored, head_size, divisor, made, p.cache_dtype, place.Key<From>(head),
+                 place.Key<int8_t>(head));
+    };
+    StoreTransformed<kTransforms>(p, p.hadamard.has_keys, number, head_size, store);
   }
   const int value_head_size = static_cast<int>(p.value_head_size);
   for (; value_head_size > 0 && row < num_heads + 2 * num_kv_heads; row += step) {
@@ -219,8 +250,13 @@ __global__ void UpdateNormalized(Params p) {
     const auto number = [&](int i) {
       return p.norms.has_values ? RoundedTo<From>(raw(i) * inverse) : raw(i);
     };
-    StoreInRow(number, value_head_size, place.ValueDivisor(head), place.MadeValueScale(head),
-               p.value_cache_dtype, place.Value<From>(head), place.Value<int8_t>(head));
+    float* const made = place.MadeValueScale(head);
+    const float divisor = made == nullptr ? place.ValueDivisor(head) : 1.0f;
+    const auto store = [&](const auto& stored) {
+      StoreInRow(stored, value_head_size, divisor, made, p.value_cache_dtype,
+                 place.Value<From>(head), place.Value<int8_t>(head));
+    };
+    StoreTransformed<kTransforms>(p, p.hadamard.has_values, number, value_head_size, store);
   }
 }
 

@@ -13,6 +13,9 @@
 // With norms, each head of a key or query is multiplied by 1 / sqrt(mean of its squares + eps) and
 // by weights (norm.h), and rounded to the key's dtype, before the rotary embedding or after it.
 //
+// With a Walsh-Hadamard transform (hadamard.h), a head changes after norm and rotary embedding, and
+// stays float32 until it is rounded to the dtype that it is written in.
+//
 // The call can make the scales of the rows of K, of V or of both, from the rows that it writes
 // (scales.h), and writes each to the slot of its row.
 #pragma once
@@ -70,6 +73,17 @@ struct Norms {
   }
 };
 
+struct Hadamard {
+  bool has_keys;  // keys are transformed, and so are queries
+  bool has_values;
+  const float* signs;  // [head_size]: 1 or -1; null: all of them are 1
+
+  XLA_GPU_HOST_DEVICE bool IsUsed() const { return has_keys || has_values; }
+};
+
+// The numbers of a head that can be transformed: of those that attention can read.
+inline constexpr int64_t kMaxHadamardHeadSize = 576;
+
 // What a number is divided by before it is rounded. A row of zeros has scale 0: with infinity,
 // zeros and all other finite numbers become 0. 0 / 0 would be NaN in a float8 cache.
 XLA_GPU_HOST_DEVICE inline float DivisorOf(float scale) {
@@ -101,6 +115,7 @@ struct Params {
   int64_t num_heads;     // of query; 0: none
   Rotary rotary;
   Norms norms;
+  Hadamard hadamard;
 
   XLA_GPU_HOST_DEVICE int64_t NumSlots() const { return num_blocks * block_size; }
 

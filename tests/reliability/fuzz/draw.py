@@ -141,7 +141,7 @@ def _token_change(case: UpdateCase, rng: random.Random) -> Change:
     return Change("slot_mapping", value, token)
 
 
-_OF_UPDATES = ["interleaved", "query_heads", *NORM_OPTIONS, "v_norm"]
+_OF_UPDATES = ["interleaved", "query_heads", *NORM_OPTIONS, "v_norm", "k_hadamard", "v_hadamard"]
 
 
 def _handler_changes(case: AnyCase, rng: random.Random) -> tuple[Change, ...]:

@@ -155,9 +155,17 @@ def is_consistent(trial: Trial) -> bool:
             return False
         if is_rotated and case.table_dtype not in ("float32", case.dtype):
             return False
-        if case.num_heads and not is_rotated and case.norm is None:
+        has_queries = is_rotated or case.norm is not None or "k" in (case.hadamard or "")
+        if case.num_heads and not has_queries:
+            return False
+        if case.has_signs and (
+            case.hadamard is None
+            or ("v" in case.hadamard and columns not in (None, case.head_size))
+        ):
             return False
         if "norm_after_rope" in case.norm_options and not (is_rotated and case.norm == "per head"):
+            return False
+        if case.hadamard and is_latent:
             return False
         if (case.norm or case.v_norm) and (
             is_latent or case.norm_dtype not in ("float32", case.dtype)

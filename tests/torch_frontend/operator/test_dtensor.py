@@ -131,12 +131,14 @@ def rotated_update():
         same(sharded[1], q, 1)
         assert sharded[1].to_local().data_ptr() == address
     weights = {"q_norm": torch.randn(query.shape[2]), "k_norm": torch.randn(query.shape[2])}
+    weights["hadamard_signs"] = torch.randn(query.shape[2]).sign()
+    options = {"norm_eps": 1e-6, "hadamard": "kv"}
     c, q = cache.clone(), query.clone()
-    ops.kv_cache_update(c, key, value, slots, query=q, **weights, norm_eps=1e-6)
+    ops.kv_cache_update(c, key, value, slots, query=q, **weights, **options)
     sharded = on(2, cache), on(1, query)
     whole = {name: on(None, x) for name, x in weights.items()}
     rows = on(1, key), on(1, value), on(None, slots)
-    ops.kv_cache_update(sharded[0], *rows, query=sharded[1], **whole, norm_eps=1e-6)
+    ops.kv_cache_update(sharded[0], *rows, query=sharded[1], **whole, **options)
     same(sharded[0], c, 2)
     same(sharded[1], q, 1)
     together = on(None, torch.randn(key.shape[1:]))

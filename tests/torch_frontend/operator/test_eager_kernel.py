@@ -399,6 +399,7 @@ CALLS = {  # arguments, options, and the number of the argument that may need a 
     "kv_cache_update.with_scales": ((int8, *write[1:]), made, 1),
     "kv_cache_update.with_norms": (write, {"k_norm": torch.ones(8), "norm_eps": 1e-6}, 1),
     "simple_add.default": (tensors(add()), {}, 0),
+    "hadamard.default": ((parts,), {}, 0),
     "merge_attention.default": ((parts, parts.sum(-1)), {}, 0),
     "varlen_attention.default": ((*train, 0.5), {}, 0),
     "varlen_attention.lse": ((*train, 0.5), {}, 0),
@@ -462,10 +463,10 @@ def test_a_first_call_in_a_function_that_is_not_compiled_as_a_whole() -> None:
     one of its process."""
     text = "\n".join(scripts.output(FIRST_CALLS))
     calls = re.findall(r"^call (\S+)\.\w+ (\w+)\n((?:traces .*\n)+)is (.*)$", text, re.M)
-    assert len(calls) == 13 * 3 - 2
+    assert len(calls) == 14 * 3 - 2
     for op, needs_grad, traced, outcome in calls:
         assert traced.startswith("traces loop ") and "_frontend/" not in traced, traced
-        if needs_grad == "True" and not op.startswith(("merge_", "varlen_")):
+        if needs_grad == "True" and not op.startswith(("hadamard", "merge_", "varlen_")):
             op = op.removeprefix("ragged_")
             assert outcome.startswith(f"{op}: inference only, it has no derivative")
         else:

@@ -1,5 +1,5 @@
-// What the CPU does with the heads of a token before they are written: norms and the rotary
-// embedding.
+// What the CPU does with the heads of a token before they are written: norms, the rotary embedding
+// and the Walsh-Hadamard transform.
 #pragma once
 
 #include <algorithm>
@@ -76,7 +76,13 @@ class HeadNorm {
   float inverse_ = 0.0f;
 };
 
-// Normalizes and rotates the heads of one token after another, as far as the call says so.
+// The dtype of the rows of K or of V that are rounded to those of a cache.
+inline DType RowDType(const Params& p, bool is_transformed, DType cache_dtype) {
+  return is_transformed && IsQuantized(cache_dtype) ? DType::kFloat32 : p.dtype;
+}
+
+// Normalizes, rotates and transforms the heads of one token after another, as far as the call says
+// so.
 class Heads {
  public:
   explicit Heads(const Params& p)
@@ -87,11 +93,15 @@ class Heads {
         key_norm_(p, p.norms.key.data != nullptr, p.norms.key, p.num_kv_heads, p.head_size),
         value_norm_(p, p.norms.has_values, {}, p.num_kv_heads, p.value_head_size) {
     const int64_t largest = std::max(p.head_size, p.value_head_size);
-    if (is_rotated_ || p.norms.AreUsed()) head_.resize(largest * SizeOf(p.dtype));
+    const bool is_transformed = p.hadamard.IsUsed();
+    if (is_rotated_ || p.norms.AreUsed() || is_transformed) {
+      head_.resize(largest * SizeOf(p.dtype));
+    }
+    if (is_rotated_ || is_transformed) kernel_ = &ChosenHeadsKernel();
+    if (is_transformed) numbers_.resize((largest + kMostLanes - 1) / kMostLanes * kMostLanes);
     if (!is_rotated_) return;
     cos_sin_.resize(r_.rotary_dim);
     widen_ = WidenerOf(r_.dtype);
-    kernel_ = &ChosenHeadsKernel();
   }
 
   // Changes the query of a token in place, if there is one. Without a row of cos_sin_cache it stays
@@ -103,6 +113,9 @@ class Heads {
     query_norm_.Take(head);
     for (int64_t i = 0; i < p_.num_heads; ++i, head += p_.head_size * size) {
       Change(query_norm_, head, i, head);
+      if (!p_.hadamard.has_keys) continue;
+      Transform(head, p_.head_size);
+      kernel_->narrow(numbers_.data(), p_.head_size, p_.dtype, head);
     }
   }
 
@@ -112,19 +125,35 @@ class Heads {
     key_norm_.Take(keys);
   }
 
-  // The heads of the token as they are written. The next one takes its place.
+  // The heads of the token as they are written, of RowDType. The next one takes its place.
   const char* Key(const char* head, int64_t number) {
-    if (!is_rotated_ && !key_norm_.is_used()) return head;
-    Change(key_norm_, head, number, head_.data());
-    return head_.data();
+    if (is_rotated_ || key_norm_.is_used()) {
+      Change(key_norm_, head, number, head_.data());
+      head = head_.data();
+    }
+    return p_.hadamard.has_keys ? Transformed(head, p_.head_size, p_.cache_dtype) : head;
   }
   const char* Value(const char* head) {
-    if (!value_norm_.is_used()) return head;
-    value_norm_.Normalize(head, 0, head_.data());
-    return head_.data();
+    if (value_norm_.is_used()) {
+      value_norm_.Normalize(head, 0, head_.data());
+      head = head_.data();
+    }
+    if (!p_.hadamard.has_values) return head;
+    return Transformed(head, p_.value_head_size, p_.value_cache_dtype);
   }
 
  private:
+  void Transform(const char* head, int64_t count) {
+    kernel_->transform(p_.dtype, head, p_.hadamard.signs, count, numbers_.data());
+  }
+
+  const char* Transformed(const char* head, int64_t count, DType cache_dtype) {
+    Transform(head, count);
+    if (IsQuantized(cache_dtype)) return reinterpret_cast<const char*>(numbers_.data());
+    kernel_->narrow(numbers_.data(), count, p_.dtype, head_.data());
+    return head_.data();
+  }
+
   // Reads the token's cosines and sines. False: it has none.
   bool TakeRow(int64_t token) {
     if (!is_rotated_ || token == token_) return true;
@@ -163,6 +192,7 @@ class Heads {
   HeadNorm value_norm_;
   std::vector<float> cos_sin_;  // of token_
   std::vector<char> head_;
+  std::vector<float> numbers_;  // a head after its transform
   int64_t token_ = -1;
   Widener widen_ = nullptr;
 };

@@ -1,6 +1,7 @@
 #include "kernel.h"
 
 #include "../../simd/simd.h"
+#include "../hadamard.h"
 #include "../norm.h"
 #include "../rotary.h"
 
@@ -85,6 +86,42 @@ void RotateNeighbours(const T* head, const float* cos_sin, int64_t num_pairs, T*
   }
 }
 
+// The butterflies of distances below kLanes, and below the block, of numbers side by side.
+template <int kDistance = 1>
+XLA_GPU_INLINE Lanes ButterfliesInVector(Lanes x, int64_t block) {
+  if constexpr (kDistance < kLanes) {
+    if (kDistance >= block) return x;
+    const Words bits = BitCast<Words>(x);
+    const Lanes other = BitCast<Lanes>(Shuffle<Exchanged<kDistance>>(bits, bits));
+    const Mask is_second = (Indices(std::make_integer_sequence<int, kLanes>()) & kDistance) != 0;
+    return ButterfliesInVector<2 * kDistance>(is_second ? other - x : x + other, block);
+  }
+  return x;
+}
+
+static_assert(kMostLanes % kLanes == 0);
+
+template <typename T>
+void TransformHead(const T* head, const float* signs, int64_t count, float* to) {
+  const int64_t block = HadamardBlock(count);
+  for (int64_t i = 0; i < count; i += kLanes) {
+    Lanes x = LoadWide(head + i, count - i);
+    if (signs != nullptr) x *= LoadWide(signs + i, count - i);
+    Store(ButterfliesInVector(x, block), to + i);
+  }
+  for (int64_t distance = kLanes; distance < block; distance *= 2) {
+    for (int64_t i = 0; i < count; i += kLanes) {
+      if ((i & distance) != 0) continue;
+      Lanes first = Load<Lanes>(to + i), second = Load<Lanes>(to + i + distance);
+      Butterfly(&first, &second);
+      Store(first, to + i);
+      Store(second, to + i + distance);
+    }
+  }
+  const float scale = HadamardScale(block);
+  for (int64_t i = 0; i < count; i += kLanes) Store(Load<Lanes>(to + i) * scale, to + i);
+}
+
 float SumOfSquaresOf(DType dtype, const void* numbers, int64_t count) {
   return WithTensorType(dtype, [&](auto type) {
     return SumOfSquares(static_cast<const decltype(type)*>(numbers), count);
@@ -114,6 +151,21 @@ void RotateHead(DType dtype, const void* head, const float* cos_sin, int64_t num
   });
 }
 
+void Transform(DType dtype, const void* head, const float* signs, int64_t count, float* to) {
+  WithTensorType(dtype, [&](auto type) {
+    TransformHead(static_cast<const decltype(type)*>(head), signs, count, to);
+  });
+}
+
+void NarrowTo(const float* numbers, int64_t count, DType dtype, void* to) {
+  WithTensorType(dtype, [&](auto type) {
+    auto* narrow = static_cast<decltype(type)*>(to);
+    for (int64_t i = 0; i < count; i += kLanes) {
+      StoreNarrow(LoadWide(numbers + i, count - i), narrow + i, count - i);
+    }
+  });
+}
+
 }  // namespace
 
 #define XLA_GPU_NAME_OF_KERNEL(instruction_set) kHeadsKernel_##instruction_set
@@ -123,6 +175,11 @@ void RotateHead(DType dtype, const void* head, const float* cos_sin, int64_t num
 
 extern const HeadsKernel XLA_GPU_KERNEL(XLA_GPU_INSTRUCTION_SET);
 const HeadsKernel XLA_GPU_KERNEL(XLA_GPU_INSTRUCTION_SET) = {
-    XLA_GPU_STRING(XLA_GPU_INSTRUCTION_SET), SumOfSquaresOf, Normalize, RotateHead};
+    XLA_GPU_STRING(XLA_GPU_INSTRUCTION_SET),
+    SumOfSquaresOf,
+    Normalize,
+    RotateHead,
+    Transform,
+    NarrowTo};
 
 }  // namespace xla_gpu::kv_cache_update

@@ -1,4 +1,5 @@
-// The arithmetic of a head (../norm.h, ../rotary.h), compiled once for each instruction set.
+// The arithmetic of a head (../norm.h, ../rotary.h, ../hadamard.h), compiled once for each
+// instruction set.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +19,14 @@ struct HeadsKernel {
   // head may be changed in place.
   void (*rotate)(DType dtype, const void* head, const float* cos_sin, int64_t num_pairs,
                  bool is_interleaved, void* to);
+  // Writes a head as its transform changes it. `signs`: null where all of them are 1. `to` has room
+  // for `count` floats, rounded up to kMostLanes.
+  void (*transform)(DType dtype, const void* head, const float* signs, int64_t count, float* to);
+  // Rounds numbers to a dtype.
+  void (*narrow)(const float* numbers, int64_t count, DType dtype, void* to);
 };
+
+inline constexpr int64_t kMostLanes = 16;
 
 // That of the instruction set in use.
 const HeadsKernel& ChosenHeadsKernel();
