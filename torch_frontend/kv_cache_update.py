@@ -22,6 +22,8 @@ _NORMS = (
     "Tensor? q_norm=None, Tensor? k_norm=None, float? norm_eps=None, int norm_offset=0, "
     "bool norm_after_rope=False, bool v_norm=False, bool norm_round_first=False"
 )
+_GLOBALS = "Tensor? k_global=None, Tensor? v_global=None"
+_GROUPS = "str? codes=None, bool round_scales_up=False"
 _STRIDED = ("kv_cache", "value_cache", "k_scale", "v_scale", "k_scale_cache", "v_scale_cache")
 _ROWS = ("key", "value", "query")
 
@@ -32,13 +34,14 @@ WITH_SCALES = define(
 )
 """Makes scales. It is an overload because PyTorch takes time for each argument of a call, also for
 those that are not given: 0.1 us for these two."""
+_SCHEMA_OF_ALL = _SCHEMA_WITH_SCALES.replace(_MADE, f"{_GLOBALS}, {_MADE}")
 WITH_NORMS = define(
-    f"kv_cache_update.with_norms{_SCHEMA_WITH_SCALES.replace(') -> ', f', {_NORMS}) -> ')}",
+    f"kv_cache_update.with_norms{_SCHEMA_OF_ALL.replace(') -> ', f', {_NORMS}, {_GROUPS}) -> ')}",
     op.check,
     strided=_STRIDED,
     rows=_ROWS,
 )
-"""Normalizes, and makes scales if they are given. It is an overload for the same reason."""
+"""Takes all arguments. It is an overload for the same reason."""
 _DEFAULT, _WITH_SCALES, _WITH_NORMS = (
     checked(op.OP, overload) for overload in (DEFAULT, WITH_SCALES, WITH_NORMS)
 )
@@ -67,6 +70,10 @@ def kv_cache_update(
     norm_after_rope: bool = False,
     v_norm: bool = False,
     norm_round_first: bool = False,
+    codes: str | None = None,
+    k_global: torch.Tensor | float | None = None,
+    v_global: torch.Tensor | float | None = None,
+    round_scales_up: bool = False,
 ) -> None:
     """Writes the keys and values of new tokens into their slots of a paged cache, in place.
 
@@ -75,8 +82,8 @@ def kv_cache_update(
     With ``k_scale_cache`` and ``v_scale_cache`` it makes the scales of a cache of 8 or 4 bits.
 
     ``torch.ops.xla_gpu.kv_cache_update`` is the operator itself, with the overloads ``default``,
-    ``with_scales``, which makes scales, and ``with_norms``, which does all. The optional arguments
-    mean what they mean in ``jax_frontend.kv_cache_update``, which defines the op.
+    ``with_scales``, which makes scales, and ``with_norms``, which takes all arguments. The optional
+    arguments mean what they mean in ``jax_frontend.kv_cache_update``, which defines the op.
 
     Args:
         kv_cache: ``[num_blocks, block_size, 2 * num_kv_heads, head_size]``; the K of kv head h at
@@ -97,7 +104,8 @@ def kv_cache_update(
         k_scale_cache: ``[num_blocks, block_size, num_kv_heads]``, float32: the call makes the scale
             of each key from its largest magnitude, and writes it here, in place. May be a strided
             view, such as the last bytes of the cache's rows. Give it to ``paged_attention`` as
-            ``k_scale``. ``k_scale`` is None then.
+            ``k_scale``. ``k_scale`` is None then. With a dimension of groups it has a scale for
+            each, in one of five dtypes.
         v_scale_cache: the same for the values.
         query: ``[num_tokens, num_heads, head_size]``, dtype of ``key``: the queries to be rotated
             or normalized. May be a slice of a fused projection. It shares no element with another
@@ -117,6 +125,10 @@ def kv_cache_update(
         v_norm: whether values are normalized, each head alone and without weights.
         norm_round_first: whether a head is rounded to its dtype before the multiplication with
             weights, too.
+        codes: "e2m1" says that uint8 holds floats of 4 bits.
+        k_global: a float32 factor of all scales of groups of the keys, or a number.
+        v_global: the same for the values.
+        round_scales_up: whether made scales of float8_e8m0fnu are rounded up.
 
     Raises:
         ValueError: a shape is wrong, an argument is given that needs another one, tensors are on
@@ -128,7 +140,9 @@ def kv_cache_update(
         RuntimeError: a cache or the query is an inference tensor, outside of inference mode.
         NotImplementedError: a tensor requires grad: the op has no derivative.
     """
-    k_scale, v_scale = (scale_tensor(x, kv_cache) for x in (k_scale, v_scale))
+    k_scale, v_scale, k_global, v_global = (
+        scale_tensor(x, kv_cache) for x in (k_scale, v_scale, k_global, v_global)
+    )
     operator = _DEFAULT
     others: dict[str, Any] = {}
     if k_scale_cache is not None or v_scale_cache is not None:
@@ -145,6 +159,15 @@ def kv_cache_update(
             "norm_after_rope": norm_after_rope,
             "v_norm": v_norm,
             "norm_round_first": norm_round_first,
+        }
+        operator = _WITH_NORMS
+    has_globals = k_global is not None or v_global is not None
+    if codes is not None or has_globals or round_scales_up is not False:
+        others |= {
+            "codes": codes,
+            "k_global": k_global,
+            "v_global": v_global,
+            "round_scales_up": round_scales_up,
         }
         operator = _WITH_NORMS
     operator(

@@ -505,6 +505,8 @@ class EmulatedRunner:
                 return
             attributes.pop("prefix_seqs", None)  # CUDA has none
             gpus = gpus[:1]  # they share the kernels of the derivative
+        elif trial.case.is_for_cpu():
+            return
         for device in gpus:
             try:
                 run(device, trial, inputs, attributes, seed)
