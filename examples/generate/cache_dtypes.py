@@ -21,6 +21,7 @@ from xla_paged_attention.engine.checkpoint import Checkpoint, load
 from xla_paged_attention.engine.llama_torch import Llama, Rope, rotate
 
 INT4 = torch.uint8  # two numbers in an element
+NVFP4 = "nvfp4"  # two numbers of e2m1 in an element of uint8, and scales of groups of 16
 SCALED = (torch.float8_e4m3fn, torch.int8, INT4)
 CACHES = {
     "float32": (torch.float32, torch.float32),
@@ -30,12 +31,14 @@ CACHES = {
     "int8 K, int4 V": (torch.int8, INT4),
     "int4 K, int8 V": (INT4, torch.int8),
     "int4": (INT4, INT4),
+    "NVFP4": (NVFP4, NVFP4),
+    "int8 K, NVFP4 V": (torch.int8, NVFP4),
 }
-"""The dtypes of K and V."""
+"""The dtypes of K and V, or NVFP4."""
 
 
 class Cache(NamedTuple):
-    """K and V of a layer, a block for each token, and a scale for each head of a token."""
+    """K and V of a layer, a block for each token, and the scales of each head of a token."""
 
     arrays: tuple[Tensor, Tensor]
     scales: tuple[Tensor, Tensor]
@@ -44,9 +47,18 @@ class Cache(NamedTuple):
     def empty(cls, num_tokens: int, num_heads: int, head_size: int, *dtypes: Any) -> Cache:
         """A cache with scales of 1."""
         shape = (num_tokens, 1, num_heads)
-        sizes = [head_size // (2 if dtype == INT4 else 1) for dtype in dtypes]
-        arrays = [torch.zeros(*shape, n, dtype=x) for n, x in zip(sizes, dtypes, strict=True)]
-        return cls((arrays[0], arrays[1]), (torch.ones(shape), torch.ones(shape)))
+        arrays, scales = [], []
+        for dtype in dtypes:
+            size = head_size // (2 if dtype in (INT4, NVFP4) else 1)
+            stored = torch.uint8 if dtype == NVFP4 else dtype
+            arrays.append(torch.zeros(*shape, size, dtype=stored))
+            ones = torch.ones(*shape, head_size // 16).to(torch.float8_e4m3fn)
+            scales.append(ones if dtype == NVFP4 else torch.ones(shape))
+        return cls((arrays[0], arrays[1]), (scales[0], scales[1]))
+
+    def codes(self) -> dict[str, Any]:
+        """What the calls must be told about numbers of 4 bits."""
+        return {"codes": "e2m1"} if any(x.ndim == 4 for x in self.scales) else {}
 
 
 def attend(
@@ -59,7 +71,8 @@ def attend(
     options: dict[str, Any] = {}
     if keys.dtype in SCALED:
         made = {"k_scale_cache": cache.scales[0], "v_scale_cache": cache.scales[1]}
-        options = {"k_scale": cache.scales[0], "v_scale": cache.scales[1]}
+        options = {"k_scale": cache.scales[0], "v_scale": cache.scales[1], **cache.codes()}
+        made |= cache.codes()
     dtype = torch.float32 if options else keys.dtype
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     ops, slots = torch.ops.xla_gpu, batch.slot_mapping
@@ -140,9 +153,13 @@ def main() -> None:
         )
         difference = (found - expected).abs()
         same = torch.cat([x.argmax(-1) == y.argmax(-1) for x, y in zip(rows, exact, strict=True)])
-        bits = [8 * x.itemsize // (2 if x == INT4 else 1) for x in dtypes]
-        num_bytes = sum(bits) * checkpoint.config.head_size // 8
-        num_bytes += 4 * sum(x in SCALED for x in dtypes)
+        one = Cache.empty(1, 1, checkpoint.config.head_size, *dtypes)
+        num_bytes = sum(x.nbytes for x in one.arrays)
+        num_bytes += sum(
+            x.nbytes
+            for x, dtype in zip(one.scales, dtypes, strict=True)
+            if dtype in (NVFP4, *SCALED)
+        )
         print(
             f"| {name} | {num_bytes} | {found.mean():.4f} | {difference.mean():.4f} "
             f"| {difference.max():.3f} | {same.float().mean():.1%} |"
