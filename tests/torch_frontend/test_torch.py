@@ -285,6 +285,17 @@ def test_a_scale_for_each_head_may_be_strided_or_repeated() -> None:
             assert [x.data_ptr() in addresses for x in (k_scale, v_scale) for _, addresses in calls]
 
 
+def test_strided_scales_of_a_latent_cache() -> None:
+    query, cache = torch.randn(1, 2, 16), torch.randint(-9, 9, (4, 2, 16), dtype=torch.int8)
+    numbers = [torch.tensor(x, dtype=torch.int32) for x in ([5], [[1, 2, 0]], [0, 1], [1])]
+    scales = torch.rand(4, 2, 2)[..., :1]
+    found, expected = (
+        OPS.paged_attention(query, cache, *numbers, 0.25, k_scale=x, value_head_size=8)
+        for x in (scales, scales.contiguous())
+    )
+    assert torch.equal(found, expected)
+
+
 def test_keys_of_int8_and_values_of_int4_in_the_rows_of_one_tensor() -> None:
     """48 bytes for a head: 32 numbers of K, then 32 of V, two in each."""
     rows = torch.randint(0, 256, (8, 4, 2, 48), dtype=torch.uint8)
