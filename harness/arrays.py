@@ -15,6 +15,13 @@ CACHE_DTYPES = {name: np.dtype(name).type for name in ("float8_e4m3fn", "float8_
 QUANTIZED = (*CACHE_DTYPES, "int4")
 """What a cache may hold instead. Numbers of int4 are int8 here until `packed` makes them uint8."""
 
+CODES = {"int4": None, "e2m1": "e2m1"}
+"""The numbers of 4 bits that arrays of uint8 hold, and the `codes` of calls that say so. Numbers of
+e2m1 are float32 until `packed`."""
+
+SCALE_DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e8m0fnu")
+"""Of scales of groups."""
+
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -36,7 +43,7 @@ def to_numpy(tensor: Any) -> np.ndarray:
     import torch  # noqa: PLC0415
 
     tensor = tensor.detach().cpu()
-    if tensor.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+    if str(tensor.dtype).startswith("torch.float8"):
         dtype = getattr(ml_dtypes, str(tensor.dtype).removeprefix("torch."))
         return tensor.view(torch.uint8).numpy().view(dtype)
     if tensor.dtype == torch.bfloat16:
@@ -69,21 +76,33 @@ def quantized(values: np.ndarray, dtype: str) -> np.ndarray:
     if dtype in ("int8", "int4"):
         bound = 128 if dtype == "int8" else 8
         return np.nan_to_num(np.clip(np.rint(values), -bound, bound - 1)).astype(np.int8)
+    if dtype == "e2m1":
+        held = np.clip(np.where(np.isnan(values), 0, values), -6, 6)
+        return held.astype(ml_dtypes.float4_e2m1fn).astype(np.float32)
     to = CACHE_DTYPES[dtype]
     largest = float(ml_dtypes.finfo(to).max)
     return np.clip(values, -largest, largest).astype(to)
 
 
-def packed(numbers: np.ndarray) -> np.ndarray:
+def packed(numbers: np.ndarray, dtype: str = "int4") -> np.ndarray:
     """Numbers of 4 bits, two in each uint8: the first of a pair in the lower half."""
-    halves = numbers.astype(np.uint8) & 0xF
+    is_float = dtype == "e2m1"
+    codes = numbers.astype(ml_dtypes.float4_e2m1fn if is_float else np.int8).view(np.uint8)
+    halves = codes & 0xF
     return halves[..., 0::2] | halves[..., 1::2] << 4
 
 
-def unpacked(array: Any) -> np.ndarray:
-    """The inverse of `packed`, as int8. Other arrays than those of uint8 stay as they are."""
+def unpacked(array: Any, codes: str | None = None) -> np.ndarray:
+    """The inverse of `packed`, as int8 or float32. Arrays of other dtypes stay as they are.
+
+    Args:
+        codes: as for a call: None, for int4, or "e2m1".
+    """
     if array.dtype != np.uint8:
         return np.asarray(array)
-    halves = np.stack([array & 0xF, array >> 4], -1).astype(np.int8)
-    numbers = (halves - 16 * (halves >= 8)).astype(np.int8)
+    halves = np.stack([array & 0xF, array >> 4], -1)
+    if codes == "e2m1":
+        numbers = halves.view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+    else:
+        numbers = halves.astype(np.int8) - 16 * (halves >= 8).astype(np.int8)
     return numbers.reshape(*array.shape[:-1], 2 * array.shape[-1])

@@ -101,12 +101,20 @@ class Oracle:
         value_cache = self._with_lse.pop("value_cache", None)
         caches = [x for x in (kv_cache, value_cache) if x is not None]
         kv_layout, columns = (self._with_lse.pop(x, None) for x in ("kv_layout", "value_head_size"))
-        values = self._query if value_cache is None else unpacked(value_cache)
+        codes = self._with_lse.pop("codes", None)
+        values = self._query if value_cache is None else unpacked(value_cache, codes)
         self._columns = columns or values.shape[-1]
         self._is_latent = columns is not None
-        self._kv_cache = default(caches, kv_layout, is_latent=columns is not None)
-        if columns is not None and "k_scale" in attributes:
-            self._with_lse["v_scale"] = attributes["k_scale"]
+        self._kv_cache = default(caches, kv_layout, is_latent=columns is not None, codes=codes)
+        v_scale = attributes.get("v_scale")
+        if value_cache is not None and v_scale is not None and v_scale.ndim == 4:
+            # As those of rows as long as those of K, to which `default` has filled them up.
+            groups = v_scale.shape[3] * self._query.shape[2] // self._columns
+            more = ((0, 0), (0, 0), (0, 0), (0, groups - v_scale.shape[3]))
+            self._with_lse["v_scale"] = np.pad(v_scale.astype(np.float32), more)
+        if columns is not None:
+            of_keys = {name: x for name, x in attributes.items() if name in ("k_scale", "k_global")}
+            self._with_lse |= {f"v{name[1:]}": x for name, x in of_keys.items()}
         self._output, self._lse = self._attend(self._kv_cache)
 
     def _attend(self, kv_cache: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -51,11 +51,13 @@ def arrange(
     return (arranged[0].reshape(shape),)
 
 
-def default(caches: Any, kv_layout: str | None, *, is_latent: bool = False) -> np.ndarray:
+def default(
+    caches: Any, kv_layout: str | None, *, is_latent: bool = False, codes: str | None = None
+) -> np.ndarray:
     """The inverse of arrange. It arranges the indices of the default layout and inverts the
     permutation. Where V is a part of K, a row of V is a copy of that of K. Columns that V lacks are
-    zero. Arrays of int4 are unpacked."""
-    caches = [unpacked(cache) for cache in caches]
+    zero. Arrays of 4 bits, of these `codes`, are unpacked."""
+    caches = [unpacked(cache, codes) for cache in caches]
     if kv_layout is None and not is_latent:
         return np.array(caches[0])
     shape = default_shape(caches, kv_layout, is_latent=is_latent)
@@ -65,7 +67,8 @@ def default(caches: Any, kv_layout: str | None, *, is_latent: bool = False) -> n
         is_latent=is_latent,
         value_head_size=caches[-1].shape[-1],
     )
-    found = np.zeros(np.prod(shape, dtype=int), caches[0].dtype)
+    dtype = caches[0].dtype if codes is None else np.float32
+    found = np.zeros(np.prod(shape, dtype=int), dtype)
     for cache, index in zip(caches, indices, strict=True):
         found[index] = cache
     found = found.reshape(shape)

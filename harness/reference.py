@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from harness import layouts
-from harness.arrays import QUANTIZED, packed, quantized, unpacked
+from harness.arrays import packed, quantized, unpacked
 
 
 def paged_attention(
@@ -35,6 +35,9 @@ def paged_attention(
     max_query_len: int | None = None,
     value_head_size: int | None = None,
     return_lse: bool = False,
+    codes: str | None = None,
+    k_global: Any = None,
+    v_global: Any = None,
     selected: Any = None,
 ) -> Any:
     """Returns float64. Reads only the attended positions of the cache and the tables.
@@ -48,9 +51,12 @@ def paged_attention(
         (kv_cache,) if value_cache is None else (kv_cache, value_cache),
         kv_layout,
         is_latent=is_latent,
+        codes=codes,
     )
-    values = kv_cache if value_cache is None else unpacked(value_cache)
+    values = kv_cache if value_cache is None else unpacked(value_cache, codes)
     num_columns = value_head_size or values.shape[-1]
+    of_keys = (k_scale, k_global, query.shape[2])
+    of_values = of_keys if is_latent else (v_scale, v_global, num_columns)
     num_heads = query.shape[1]
     block_size, num_kv_heads = kv_cache.shape[1], kv_cache.shape[2] // 2
     scale = float(np.float32(scale))  # the attribute is float32
@@ -67,8 +73,9 @@ def paged_attention(
             )  # fmt: skip
             rows = block_tables[s, positions // block_size], positions % block_size
             attended = kv_cache[rows].astype(np.float64)
-            attended[:, 0::2] *= _scales(k_scale, rows)
-            attended[:, 1::2] *= _scales(k_scale if is_latent else v_scale, rows)
+            for first, scales in enumerate((of_keys, of_values)):
+                factors = scale_factors(rows, *scales)
+                attended[:, first::2, : factors.shape[-1]] *= factors
             for h in range(num_heads):
                 sink = -np.inf if sinks is None else float(sinks[h])
                 kv_head = h // (num_heads // num_kv_heads)
@@ -304,12 +311,21 @@ def _shape(
     return layouts.default_shape(caches, kv_layout, is_latent=is_latent)
 
 
-def _scales(scales: Any, rows: tuple[Any, Any]) -> np.ndarray:
-    """The scales of positions, given as blocks and offsets: [..., num_kv_heads or 1, 1]."""
+def scale_factors(
+    rows: tuple[Any, Any], scales: Any, global_scale: Any, row_size: int
+) -> np.ndarray:
+    """The scales of positions, given as blocks and offsets, as what a row of `row_size` numbers is
+    multiplied by: [..., num_kv_heads or 1, row_size]."""
     if scales is None:
-        return np.ones((1, 1))
-    scales = np.asarray(scales, np.float64)
-    return scales[rows][..., None] if scales.ndim == 3 else scales.reshape(-1, 1)
+        return np.ones((1, row_size))
+    scales = np.asarray(scales, np.float32)
+    if scales.ndim < 3:
+        return scales.reshape(-1, 1).repeat(row_size, -1).astype(np.float64)
+    if scales.ndim == 3:
+        scales = scales[..., None]
+    if global_scale is not None:
+        scales = scales * np.float32(global_scale).reshape(())
+    return scales[rows].repeat(row_size // scales.shape[3], -1).astype(np.float64)
 
 
 def kv_cache_update(
@@ -337,6 +353,10 @@ def kv_cache_update(
     norm_round_first: bool = False,
     hadamard: str | None = None,
     hadamard_signs: Any = None,
+    codes: str | None = None,
+    k_global: Any = None,
+    v_global: Any = None,
+    round_scales_up: bool = False,
 ) -> Any:
     """Returns the updated cache or caches, then the scales that the call makes, then the new query.
     The arguments keep their values."""
@@ -357,13 +377,15 @@ def kv_cache_update(
     if v_norm:
         value = _normalized(value, np.ones(value.shape[2], np.float32), norm_eps)
     caches = (kv_cache,) if value_cache is None else (kv_cache, value_cache)
-    dtypes = ["int4" if cache.dtype == np.uint8 else cache.dtype.name for cache in caches]
-    key, value = unpacked(key), unpacked(value)
+    of_4_bits = codes or "int4"
+    dtypes = [of_4_bits if cache.dtype == np.uint8 else cache.dtype.name for cache in caches]
+    is_copied = key.dtype == kv_cache.dtype
+    key, value = unpacked(key, codes), unpacked(value, codes)
     has_keys, has_values = ("k" in (hadamard or ""), "v" in (hadamard or ""))
     key = transformed(key, hadamard_signs) if has_keys else key
     value = transformed(value, hadamard_signs) if has_values else value
     is_latent = value.shape[2] == 0
-    updated = layouts.default(caches, kv_layout, is_latent=is_latent)
+    updated = layouts.default(caches, kv_layout, is_latent=is_latent, codes=codes)
     block_size = updated.shape[1]
     made = [None if x is None else np.array(x) for x in (k_scale_cache, v_scale_cache)]
     for token, slot in enumerate(slot_mapping):
@@ -372,22 +394,28 @@ def kv_cache_update(
         row = divmod(int(slot), block_size)
         new = ((0, key[token], k_scale, dtypes[0]), (1, value[token], v_scale, dtypes[-1]))
         for first, rows, scale, dtype in new[:1] if is_latent else new:
-            scale_cache = made[first]
+            scale_cache, global_scale = made[first], (k_global, v_global)[first]
             if scale_cache is not None:
-                scale_cache[row], rows = _made_scales(rows, dtype)
-                scale = np.nan_to_num(scale_cache[row])
-            if dtype in QUANTIZED and rows.dtype != updated.dtype:
-                divisors = _scales(scale, row).astype(np.float32)
+                scale_cache[row], rows = _made_scales(
+                    rows, dtype, scale_cache[row], global_scale, round_up=round_scales_up
+                )
+                scale = scale_cache
+            if not is_copied:
+                divisors = scale_factors(row, scale, global_scale, rows.shape[-1]).astype(
+                    np.float32
+                )
+                if scale_cache is not None:
+                    divisors = np.nan_to_num(divisors)
                 divisors[divisors == 0] = np.inf
                 with np.errstate(invalid="ignore"):  # infinity / infinity is NaN
                     scaled = rows.astype(np.float32) / divisors
                 rows = quantized(scaled, dtype)
             updated[row][first::2, : rows.shape[-1]] = rows
-    results = layouts.arrange(
-        updated, kv_layout, is_latent=is_latent, value_head_size=unpacked(caches[-1]).shape[-1]
-    )
+    columns = unpacked(caches[-1]).shape[-1]
+    results = layouts.arrange(updated, kv_layout, is_latent=is_latent, value_head_size=columns)
     results = tuple(
-        packed(x) if dtype == "int4" else x for x, dtype in zip(results, dtypes, strict=True)
+        packed(x, dtype) if dtype == of_4_bits else x.astype(dtype)
+        for x, dtype in zip(results, dtypes, strict=True)
     )
     results += tuple(x for x in made if x is not None)
     if query is not None:
@@ -401,15 +429,40 @@ def kv_cache_update(
     return results[0] if len(results) == 1 else results
 
 
-def _made_scales(rows: Any, dtype: str) -> tuple[np.ndarray, np.ndarray]:
-    """The scale of each row, computed in float64 and rounded once, and the rows to be divided by
-    them. The scale of a row with NaN or an infinity is NaN, and its numbers become zeros."""
-    largest = {"int4": 7.0, "int8": 127.0}.get(dtype) or float(ml_dtypes.finfo(dtype).max)
-    numbers = np.asarray(rows, np.float64)
+def _made_scales(
+    rows: Any, dtype: str, scales: np.ndarray, global_scale: Any, *, round_up: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """The scale of each row, or of each group of one, and the rows to be divided by them. The scale
+    of a row with NaN or an infinity is NaN, and its numbers become zeros.
+
+    Args:
+        scales: [num_kv_heads] or [num_kv_heads, groups], what the scales replace.
+    """
+    numbers = np.asarray(rows, np.float32).reshape(len(rows), *scales.shape[1:] or (1,), -1)
     is_finite = np.isfinite(numbers).all(-1, keepdims=True)
-    finite = np.where(is_finite, numbers, 0.0)
-    scales = np.where(is_finite, abs(finite).max(-1, keepdims=True, initial=0.0) / largest, np.nan)
-    return scales[..., 0].astype(np.float32), finite.astype(np.float32)
+    finite = np.where(is_finite, numbers, np.float32(0))
+    largest = abs(finite).max(-1, keepdims=True, initial=0)
+    quotient = np.float32(1 if global_scale is None else np.reshape(global_scale, ()))
+    if scales.dtype == ml_dtypes.float8_e8m0fnu:
+        power = {"int4": 4, "e2m1": 4, "int8": 64, "float8_e4m3fn": 256, "float8_e5m2": 32768}
+        divisor = largest_number(dtype) if round_up else power[dtype]
+        exact = largest / np.float32(divisor) / quotient
+        exponents = np.frexp(np.maximum(exact, np.float32(2.0**-127)))[1] - 1  # rounded down
+        exponents += round_up & (np.ldexp(1.0, exponents) < exact)
+        made = np.ldexp(1.0, np.minimum(exponents, 127))
+    else:
+        made = largest / np.float32(largest_number(dtype)) / quotient
+        if scales.dtype != np.float32:
+            limit = float(ml_dtypes.finfo(scales.dtype).max)
+            made = np.clip(made, -limit, limit)
+    made = np.where(is_finite, made, np.nan).astype(np.float32).astype(scales.dtype)
+    return made.reshape(scales.shape), finite.reshape(np.shape(rows))
+
+
+def largest_number(dtype: str) -> float:
+    """The largest number that a cache of a dtype holds."""
+    known = {"int4": 7.0, "e2m1": 6.0, "int8": 127.0}
+    return known.get(dtype) or float(ml_dtypes.finfo(dtype).max)
 
 
 def _rotated(rows: Any, positions: Any, cos_sin_cache: Any, *, interleaved: bool) -> np.ndarray:

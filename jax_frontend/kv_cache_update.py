@@ -28,6 +28,10 @@ class _Options(TypedDict, total=False):
     norm_round_first: bool
     hadamard: str | None
     hadamard_signs: jax.Array | None
+    codes: str | None
+    k_global: jax.Array | None
+    v_global: jax.Array | None
+    round_scales_up: bool
 
 
 @overload
@@ -85,6 +89,10 @@ def kv_cache_update(
     norm_round_first: bool = False,
     hadamard: str | None = None,
     hadamard_signs: jax.Array | None = None,
+    codes: str | None = None,
+    k_global: jax.Array | None = None,
+    v_global: jax.Array | None = None,
+    round_scales_up: bool = False,
 ) -> jax.Array | tuple[jax.Array, ...]:
     """Writes the keys and values of new tokens into their slots of a paged cache.
 
@@ -124,6 +132,7 @@ def kv_cache_update(
         k_scale: what the keys are divided by, float32, of shape ``[]``, ``[1]``,
             ``[num_kv_heads]`` or ``[num_blocks, block_size, num_kv_heads]``, as in
             ``paged_attention``. With the last shape, each key is divided by the scale of its slot.
+            On CPUs also ``[..., num_kv_heads, groups]``, as there.
             A scale of 0 makes 0 of every finite number. None: 1, which a cache of int8 or uint8
             must say, unless ``key`` has its dtype or there is ``k_scale_cache``:
             ``jnp.float32(1)`` rounds to whole numbers.
@@ -137,6 +146,12 @@ def kv_cache_update(
             float8_e5m2, 127 for int8, 7 for uint8. A row of zeros has the scale 0. A row with NaN
             or an infinity has the scale NaN, and zeros in the cache, so that all of it is NaN when
             it is read. Padding has no scale.
+            On CPUs it may be ``[num_blocks, block_size, num_kv_heads, groups]``: each group of
+            ``head_size / groups`` numbers has a scale, float32, float16, bfloat16, float8_e4m3fn or
+            float8_e8m0fnu. It is divided by ``k_global``, then rounded to this dtype; numbers are
+            divided by the product of what that became and ``k_global``. One of float8_e8m0fnu is
+            the largest power of two up to the largest magnitude, divided by the largest power of
+            two of the cache's dtype (OCP Microscaling), such as 4 for e2m1; it is never 0.
         v_scale_cache: the same for the values.
         query: ``[num_tokens, num_heads, head_size]``, dtype of ``key``, with ``cos_sin_cache``,
             ``q_norm`` or a ``hadamard`` of K only: the queries that change, too. num_heads is a
@@ -176,6 +191,14 @@ def kv_cache_update(
         hadamard_signs: ``[head_size]``, float32, each 1 or -1, which is not checked: what the
             numbers of a head are multiplied by before the matrix. Not for a V with another head
             size. None: 1.
+        codes: what the numbers of a cache of uint8 are, see ``paged_attention``. The largest of
+            "e2m1" is 6.
+        k_global: ``[]`` or ``[1]`` float32, with ``k_scale`` or ``k_scale_cache`` of groups: what
+            each of these scales is multiplied by.
+        v_global: the same for the values.
+        round_scales_up: whether scales of float8_e8m0fnu that the call makes are the next power of
+            two from the largest magnitude divided by the cache's largest number: then no number is
+            clamped.
 
     Returns:
         The updated cache, shape and dtype of ``kv_cache``. With ``value_cache``, ``k_scale_cache``,
@@ -223,6 +246,8 @@ def kv_cache_update(
             q_norm=q_norm,
             k_norm=k_norm,
             hadamard_signs=hadamard_signs,
+            k_global=k_global,
+            v_global=v_global,
         ),
         kv_layout=kv_layout,
         interleaved=interleaved,
@@ -232,6 +257,8 @@ def kv_cache_update(
         v_norm=v_norm,
         norm_round_first=norm_round_first,
         hadamard=hadamard,
+        codes=codes,
+        round_scales_up=round_scales_up,
     )
     updated = arrays.call(call)
     return updated[0] if len(updated) == 1 else updated

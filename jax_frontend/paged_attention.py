@@ -26,6 +26,9 @@ class _Options(TypedDict, total=False):
     window_right: int | None
     max_query_len: int | None
     value_head_size: int | None
+    codes: str | None
+    k_global: jax.Array | None
+    v_global: jax.Array | None
 
 
 @overload
@@ -86,6 +89,9 @@ def paged_attention(
     max_query_len: int | None = None,
     value_head_size: int | None = None,
     return_lse: bool = False,
+    codes: str | None = None,
+    k_global: jax.Array | None = None,
+    v_global: jax.Array | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention of packed query tokens over a paged key/value cache.
 
@@ -138,6 +144,10 @@ def paged_attention(
         k_scale: what the keys in a cache of 8 or 4 bits are multiplied by, float32: one for all, of
             shape ``[]`` or ``[1]``; ``[num_kv_heads]``; or ``[num_blocks, block_size,
             num_kv_heads]``. None: 1, which a cache of int8 or uint8 must say: ``jnp.float32(1)``.
+            On CPUs also ``[num_blocks, block_size, num_kv_heads, groups]``, float32, float16,
+            bfloat16, float8_e4m3fn or float8_e8m0fnu: a scale for each group of
+            ``head_size / groups`` numbers, of which a group of uint8 has an even number. All
+            products are of float32 numbers then.
         v_scale: the same for the values.
         sinks: ``[num_heads]`` float32, one more logit in the softmax of each head, already
             scaled, with no value. -inf: none. One of 2**127 or more, inf included, takes all
@@ -175,6 +185,11 @@ def paged_attention(
             ``kv_layout`` without ``2``; ``value_cache`` and ``v_scale`` are None, and ``k_scale``
             is that of V, too. None: V has an array or a row of its own.
         return_lse: also return the log-sum-exp of each row, for ``merge_attention``.
+        codes: what an array of uint8 holds. None: whole numbers from -8 to 7. "e2m1", on CPUs:
+            floats of 4 bits, 0, 0.5, 1, 1.5, 2, 3, 4 and 6 with both signs; they need no scales.
+        k_global: ``[]`` or ``[1]`` float32, with ``k_scale`` of groups: what each of these scales
+            is multiplied by first, in float32.
+        v_global: the same for the values.
 
     Returns:
         ``[num_tokens, num_heads, head_size]``, dtype of ``query``; the head size is that of V, if
@@ -222,6 +237,7 @@ def paged_attention(
             num_seqs=num_seqs,
         ),
         **arrays.float32(k_scale=k_scale, v_scale=v_scale, sinks=sinks, alibi_slopes=alibi_slopes),
+        **arrays.float32(k_global=k_global, v_global=v_global),
         **arrays.words(tree_mask=tree_mask),
         **arrays.int32(bidirectional_ranges=bidirectional_ranges),
         **arrays.read(causal=causal),
@@ -233,6 +249,7 @@ def paged_attention(
         max_query_len=max_query_len,
         value_head_size=value_head_size,
         return_lse=return_lse,
+        codes=codes,
     )
     results = arrays.call(call)
     return (results[0], results[1]) if return_lse else results[0]

@@ -5,27 +5,39 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
+import numpy as np
+
 from shared_ffi.kv_layout import KvLayout, as_int64, spanned
 from shared_ffi.spec import (
     CACHE_DTYPES,
+    GROUP_SCALE_DTYPES,
     INTEGER_DTYPES,
     NO_OVERLAP,
     STORAGE_DTYPES,
     ArraySpec,
+    Call,
     Operands,
     check_array,
     dtype_error,
     excess_error,
     has_shape,
+    holds,
+    numbers_of,
     shape_error,
     value_error,
 )
+
+CODES = "e2m1"
+"""What `codes` says that an array of uint8 holds in the place of int4."""
+
+GLOBAL_SCALES = ("k_global", "v_global")
 
 
 def check_latent(
     op: str,
     value_cache: ArraySpec | None,
     v_scale: ArraySpec | None,
+    v_global: ArraySpec | None,
     v_scale_cache: ArraySpec | None = None,
 ) -> None:
     """Checks that a call whose V is a part of K has nothing for V alone.
@@ -33,7 +45,8 @@ def check_latent(
     Raises:
         ValueError: it has.
     """
-    of_values = {"value_cache": value_cache, "v_scale": v_scale, "v_scale_cache": v_scale_cache}
+    of_values = {"value_cache": value_cache, "v_scale": v_scale, "v_global": v_global}
+    of_values["v_scale_cache"] = v_scale_cache
     for argument, array in of_values.items():
         if array is not None:
             raise excess_error(op, argument, "be None where V is a part of K", array)
@@ -76,6 +89,9 @@ def add_features(
     k_scale: ArraySpec | None,
     v_scale: ArraySpec | None,
     *,
+    codes: str | None,
+    global_scales: Sequence[ArraySpec | None],
+    row_sizes: Sequence[int],
     is_quantized: bool,
     is_latent: bool,
     reference_argument: str,
@@ -86,40 +102,51 @@ def add_features(
 
     Args:
         caches: the cache's arrays, as a handler takes them.
+        codes: what an array of uint8 holds; None: int4.
+        global_scales: k_global and v_global.
+        row_sizes: the numbers of a row of K and of V.
         is_quantized: whether the cache has fewer bits than `reference_argument`. Only then there
             are scales; a cache of integers must have them.
         is_latent: whether V is a part of K.
         reference_argument: the name of the query, or of the keys to be written.
         made: for an op that can make scales, by its name each array that gets those that the call
-            makes, in the order of K and V; None: the call does not make them.
+            makes; None: the call does not make them.
 
     Raises:
         ValueError: a scale has a wrong shape, or is missing, or the cache is not scaled.
-        TypeError: a scale is not float32.
+        TypeError: a scale has a wrong dtype.
     """
+    _add_codes(op, operands, caches, codes, is_quantized=is_quantized)
     for value_cache in caches[1:]:
         operands.add_feature("value_cache", value_cache, cache.head_dim)
     of_arrays = (("k_scale", k_scale, caches[0]), ("v_scale", v_scale, caches[-1]))
-    for argument, scales, _ in of_arrays:
+    for (argument, scales, array), row_size in zip(of_arrays, row_sizes, strict=True):
         if scales is not None and not is_quantized:
             only = f"be None unless kv_cache has fewer bits than {reference_argument}"
             raise excess_error(op, argument, only, scales)
         if scales is not None:
-            _add_scales(op, operands, cache, argument, scales)
-    for (given, scales, _), (argument, array) in zip(of_arrays, made.items(), strict=False):
-        if array is None:
+            _add_scales(op, operands, cache, argument, scales, array.dtype, row_size)
+    for (argument, scales, _), global_scale in zip(of_arrays, global_scales, strict=True):
+        if global_scale is not None:
+            of_made = made.get(f"{argument}_cache")
+            _add_global_scale(op, operands, argument, scales or of_made, global_scale)
+    for (given, scales, cached), row_size in zip(of_arrays, row_sizes, strict=True):
+        argument = f"{given}_cache"
+        made_scales = made.get(argument)
+        if made_scales is None:
             continue
         if not is_quantized:
             only = f"be None unless kv_cache has fewer bits than {reference_argument}"
-            raise excess_error(op, argument, only, array)
+            raise excess_error(op, argument, only, made_scales)
         if scales is not None:
             rule = f"be None with {argument}, which gets the scales that the call makes"
             raise excess_error(op, given, rule, scales)
-        _add_made_scales(op, operands, cache, argument, array)
+        _add_made_scales(op, operands, cache, argument, made_scales, cached.dtype, row_size)
     for argument, scales, array in of_arrays:
         is_needed = is_quantized and not (is_latent and argument == "v_scale")
         is_made = made.get(f"{argument}_cache") is not None
-        if scales is None and is_needed and not is_made and array.dtype in INTEGER_DTYPES:
+        are_integers = array.dtype in INTEGER_DTYPES and (codes is None or array.dtype == "int8")
+        if scales is None and is_needed and not is_made and are_integers:
             rule = f"be given with a cache of {array.dtype}, which holds whole numbers"
             remedy = f"{argument}=1.0 keeps whole numbers"
             if made:
@@ -127,9 +154,72 @@ def add_features(
             raise value_error(op, argument, rule, None, remedy)
 
 
-def _add_scales(
-    op: str, operands: Operands, cache: KvLayout, argument: str, scales: ArraySpec
+def _add_codes(
+    op: str,
+    operands: Operands,
+    caches: Sequence[ArraySpec],
+    codes: str | None,
+    *,
+    is_quantized: bool,
 ) -> None:
+    if codes is None:
+        return
+    if not isinstance(codes, str):
+        raise dtype_error(op, "codes", "type str", type(codes).__name__)
+    if codes != CODES:
+        remedy = "None stands for whole numbers from -8 to 7"
+        raise value_error(op, "codes", f"be {CODES!r} or None", codes, remedy)
+    if all(array.dtype != "uint8" for array in caches):
+        raise excess_error(op, "codes", "be None unless K or V has dtype uint8", codes)
+    if is_quantized:
+        operands.attributes.append((CODES, np.int64(1)))
+
+
+def check_on_cuda(call: Call) -> None:
+    """Raises ValueError for what only CPU kernels read: codes, and scales of groups."""
+    attributes, specs = dict(call.attributes), dict(zip(call.names, call.operands, strict=True))
+    if CODES in attributes:
+        raise excess_error(call.op, "codes", "be None on CUDA", CODES)
+    for argument in ("k_scale", "v_scale", "k_scale_cache", "v_scale_cache"):
+        scales = specs.get(argument)
+        if scales is None:
+            continue
+        groups = attributes.get(f"{argument}_groups") or ([*scales.shape, 0, 0, 0, 0])[3]
+        if groups > 1 or scales.dtype != "float32":
+            remedy = "Use a float32 scale for each position and kv head"
+            got = f"{groups} of {scales.dtype}"
+            raise value_error(call.op, argument, "have no groups on CUDA", got, remedy)
+    for argument in GLOBAL_SCALES:
+        if argument in specs:
+            raise excess_error(call.op, argument, "be None on CUDA", specs[argument])
+
+
+def _add_global_scale(
+    op: str, operands: Operands, argument: str, scales: ArraySpec | None, array: ArraySpec
+) -> None:
+    name = argument.replace("scale", "global")
+    if scales is None or len(scales.shape) != 4:
+        rule = f"be None unless {argument} has groups, [..., num_kv_heads, groups]"
+        raise excess_error(op, name, rule, array)
+    if not (has_shape(array, ()) or has_shape(array, (1,))):
+        raise shape_error(op, name, "[] or [1]", array.shape, "It is one number")
+    if array.dtype != "float32":
+        raise dtype_error(op, name, "dtype float32", array.dtype)
+    operands.add_feature(name, array, None)
+
+
+def _add_scales(
+    op: str,
+    operands: Operands,
+    cache: KvLayout,
+    argument: str,
+    scales: ArraySpec,
+    dtype: str,
+    row_size: int,
+) -> None:
+    if len(scales.shape) == 4:
+        _add_group_scales(op, operands, cache, argument, scales, dtype, row_size)
+        return
     # A list of pairs: symbolic sizes cannot be keys of a dict.
     head_dims: list[tuple[tuple[int, ...], int | None]] = [
         ((cache.num_blocks, cache.block_size, cache.num_kv_heads), 2),
@@ -148,14 +238,44 @@ def _add_scales(
     _add_scale_array(operands, argument, scales, None if cache.head_dim is None else known[0])
 
 
-def _add_made_scales(
-    op: str, operands: Operands, cache: KvLayout, argument: str, array: ArraySpec
+def _add_group_scales(
+    op: str,
+    operands: Operands,
+    cache: KvLayout,
+    argument: str,
+    scales: ArraySpec,
+    dtype: str,
+    row_size: int,
 ) -> None:
+    sizes = [("num_blocks", cache.num_blocks), ("block_size", cache.block_size)]
+    sizes += [("num_kv_heads", cache.num_kv_heads), ("groups", groups := scales.shape[3])]
+    remedy = "It has scales of groups for each position and kv head"
+    check_array(op, argument, scales, sizes, " or ".join(GROUP_SCALE_DTYPES), remedy)
+    numbers = numbers_of(dtype)
+    if not (holds(groups >= 1) and holds(row_size % (groups * numbers) == 0)):
+        what = "numbers" if numbers == 1 else "pairs of numbers"
+        rule = f"have a number of groups that divides the {row_size // numbers} {what} of a row"
+        raise value_error(op, argument, rule, groups, "All groups of a row have one size")
+    _add_scale_array(operands, argument, scales, None if cache.head_dim is None else 2)
+
+
+def _add_made_scales(
+    op: str,
+    operands: Operands,
+    cache: KvLayout,
+    argument: str,
+    array: ArraySpec,
+    dtype: str,
+    row_size: int,
+) -> None:
+    check_written(op, argument, array)
+    if len(array.shape) == 4:
+        _add_group_scales(op, operands, cache, argument, array, dtype, row_size)
+        return
     names = ("num_blocks", "block_size", "num_kv_heads")
     sizes = [(name, getattr(cache, name)) for name in names]
     remedy = "It has a scale for each position and kv head"
     check_array(op, argument, array, sizes, "float32", remedy)
-    check_written(op, argument, array)
     _add_scale_array(operands, argument, array, None if cache.head_dim is None else 2)
 
 
@@ -164,9 +284,11 @@ def _add_scale_array(
 ) -> None:
     operands.add_feature(argument, spanned(array), head_dim)
     if array.strides is not None:
-        names = [f"{argument}_{of}_stride" for of in ("block", "position", "head")]
+        names = [f"{argument}_{of}_stride" for of in ("block", "position", "head", "group")]
         strides = (0,) * (3 - len(array.shape)) + array.strides
-        operands.attributes.extend(zip(names, map(as_int64, strides), strict=True))
+        operands.attributes.extend(zip(names, map(as_int64, strides), strict=False))
+        if len(array.shape) == 4:
+            operands.attributes.append((f"{argument}_groups", as_int64(array.shape[3])))
 
 
 def check_written(op: str, argument: str, array: ArraySpec) -> None:

@@ -64,6 +64,10 @@ def check(
     norm_round_first: bool = False,
     hadamard: str | None = None,
     hadamard_signs: ArraySpec | None = None,
+    codes: str | None = None,
+    k_global: ArraySpec | None = None,
+    v_global: ArraySpec | None = None,
+    round_scales_up: bool = False,
 ) -> Call:
     """Returns the in-place call, or raises ValueError (shape) or TypeError (dtype)."""
     remedy = "kv_cache comes first, then key" if len(kv_cache.shape) == 3 < len(key.shape) else ""
@@ -89,7 +93,7 @@ def check(
     if value.dtype != key.dtype:
         raise dtype_error(OP, "value", f"key's dtype {key.dtype}", value.dtype)
     if is_latent:
-        _kv_cache.check_latent(OP, value_cache, v_scale, v_scale_cache)
+        _kv_cache.check_latent(OP, value_cache, v_scale, v_global, v_scale_cache)
     cache, layout, caches = _kv_layout.check(
         OP,
         kv_layout,
@@ -118,11 +122,20 @@ def check(
         caches,
         k_scale,
         v_scale,
+        codes=codes,
+        global_scales=(k_global, v_global),
+        row_sizes=(head_size, columns),
         is_quantized=not is_copied,
         is_latent=is_latent,
         reference_argument="key",
         made={"k_scale_cache": k_scale_cache, "v_scale_cache": v_scale_cache},
     )
+    if flag(OP, "round_scales_up", round_scales_up):
+        made_scales = (k_scale_cache, v_scale_cache)
+        if all(x is None or x.dtype != "float8_e8m0fnu" for x in made_scales):
+            rule = "be False unless the call makes scales of float8_e8m0fnu"
+            raise excess_error(OP, "round_scales_up", rule, round_scales_up)
+        operands.attributes.append(("round_scales_up", np.int64(1)))
     of_tokens = [("num_tokens", num_tokens)]
     remedy = "It has a slot for each token of key"
     check_array(OP, "slot_mapping", slot_mapping, of_tokens, "int32 or int64", remedy)
@@ -164,6 +177,7 @@ def check(
             0 if norms.are_over_heads else _num_shared_heads(key, value, query, cache)
         ),
         head_dims=(*operands.head_dims, *(operands.head_dims[operand] for operand in written)),
+        check_on_cuda=_kv_cache.check_on_cuda,
     )
 
 

@@ -84,6 +84,9 @@ def check(
     max_query_len: int | None = None,
     value_head_size: int | None = None,
     return_lse: bool = False,
+    codes: str | None = None,
+    k_global: ArraySpec | None = None,
+    v_global: ArraySpec | None = None,
     op: str = OP,
 ) -> Call:
     """Returns the call, or raises ValueError (shape, value) or TypeError (dtype, type).
@@ -103,7 +106,7 @@ def check(
     is_latent = value_head_size is not None
     if value_head_size is not None:
         _check_value_head_size(op, value_head_size, head_size)
-        _kv_cache.check_latent(op, value_cache, v_scale)
+        _kv_cache.check_latent(op, value_cache, v_scale, v_global)
     cache, layout, caches = _kv_layout.check(
         op, kv_layout, kv_cache, value_cache, head_size, is_latent=is_latent
     )
@@ -139,6 +142,9 @@ def check(
         caches,
         k_scale,
         v_scale,
+        codes=codes,
+        global_scales=(k_global, v_global),
+        row_sizes=(head_size, columns),
         is_quantized=kv_cache.dtype != query.dtype,
         is_latent=is_latent,
         reference_argument="query",
@@ -186,6 +192,7 @@ def check(
         num_shared_heads=_num_shared_heads(query, cache),
         head_dims=(*operands.head_dims, *[1] * len(results)),
         cuda_scratch_bytes=cuda_scratch_bytes,
+        check_on_cuda=_kv_cache.check_on_cuda,
     )
 
 

@@ -19,6 +19,9 @@ CACHE_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8", "uint8")
 INTEGER_DTYPES = ("int8", "uint8")
 """K may have one of these and V the other."""
 
+GROUP_SCALE_DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e8m0fnu")
+"""The dtypes of scales that have a dimension of groups."""
+
 NO_OVERLAP = "have no overlapping elements: it is written in place"
 """The rule for an array that is written in place."""
 
@@ -71,6 +74,8 @@ class Call:
     part of the heads has a part of each sum."""
     cuda_scratch_bytes: Callable[[Call, Smaller], int] | None = None
     """Computes the size of the CUDA kernels' scratch; None: they need none."""
+    check_on_cuda: Callable[[Call], None] | None = None
+    """Raises ValueError for what the CPU's handler takes and CUDA's does not."""
     options: tuple[tuple[str, Any], ...] = ()
     """The check's arguments that are no arrays and differ from their default, which
     `records_options` adds. However the caller spelled a number, it is the same float, int or bool.
@@ -103,6 +108,8 @@ class Call:
     def results_on(self, platform: str, smaller: Smaller = min) -> tuple[ArraySpec, ...]:
         """Lists what the handler of a platform ("cpu", "cuda") writes: the results and, on CUDA,
         the scratch, because handlers allocate nothing there."""
+        if platform == "cuda" and self.check_on_cuda is not None:
+            self.check_on_cuda(self)
         if platform != "cuda" or self.cuda_scratch_bytes is None:
             return self.results
         return (*self.results, ArraySpec((self.cuda_scratch_bytes(self, smaller),), "uint8"))

@@ -23,6 +23,8 @@ _NORMS = (
     "bool norm_after_rope=False, bool v_norm=False, bool norm_round_first=False, "
     "str? hadamard=None, Tensor? hadamard_signs=None"
 )
+_GLOBALS = "Tensor? k_global=None, Tensor? v_global=None"
+_GROUPS = "str? codes=None, bool round_scales_up=False"
 _STRIDED = ("kv_cache", "value_cache", "k_scale", "v_scale", "k_scale_cache", "v_scale_cache")
 _ROWS = ("key", "value", "query")
 
@@ -33,13 +35,14 @@ WITH_SCALES = define(
 )
 """Makes scales. It is an overload because PyTorch takes time for each argument of a call, also for
 those that are not given: 0.1 us for these two."""
+_SCHEMA_OF_ALL = _SCHEMA_WITH_SCALES.replace(_MADE, f"{_GLOBALS}, {_MADE}")
 WITH_NORMS = define(
-    f"kv_cache_update.with_norms{_SCHEMA_WITH_SCALES.replace(') -> ', f', {_NORMS}) -> ')}",
+    f"kv_cache_update.with_norms{_SCHEMA_OF_ALL.replace(') -> ', f', {_NORMS}, {_GROUPS}) -> ')}",
     op.check,
     strided=_STRIDED,
     rows=_ROWS,
 )
-"""Does all that an update can do. It is an overload for the same reason."""
+"""Takes all arguments. It is an overload for the same reason."""
 _DEFAULT, _WITH_SCALES, _WITH_NORMS = (
     checked(op.OP, overload) for overload in (DEFAULT, WITH_SCALES, WITH_NORMS)
 )
@@ -70,6 +73,10 @@ def kv_cache_update(
     norm_round_first: bool = False,
     hadamard: str | None = None,
     hadamard_signs: torch.Tensor | None = None,
+    codes: str | None = None,
+    k_global: torch.Tensor | float | None = None,
+    v_global: torch.Tensor | float | None = None,
+    round_scales_up: bool = False,
 ) -> None:
     """Writes the keys and values of new tokens into their slots of a paged cache, in place.
 
@@ -79,8 +86,8 @@ def kv_cache_update(
     With ``k_scale_cache`` and ``v_scale_cache`` it makes the scales of a cache of 8 or 4 bits.
 
     ``torch.ops.xla_gpu.kv_cache_update`` is the operator itself, with the overloads ``default``,
-    ``with_scales``, which makes scales, and ``with_norms``, which does all. The optional arguments
-    mean what they mean in ``jax_frontend.kv_cache_update``, which defines the op.
+    ``with_scales``, which makes scales, and ``with_norms``, which takes all arguments. The optional
+    arguments mean what they mean in ``jax_frontend.kv_cache_update``, which defines the op.
 
     Args:
         kv_cache: ``[num_blocks, block_size, 2 * num_kv_heads, head_size]``; the K of kv head h at
@@ -101,7 +108,8 @@ def kv_cache_update(
         k_scale_cache: ``[num_blocks, block_size, num_kv_heads]``, float32: the call makes the scale
             of each key from its largest magnitude, and writes it here, in place. May be a strided
             view, such as the last bytes of the cache's rows. Give it to ``paged_attention`` as
-            ``k_scale``. ``k_scale`` is None then.
+            ``k_scale``. ``k_scale`` is None then. With a dimension of groups it has a scale for
+            each, in one of five dtypes.
         v_scale_cache: the same for the values.
         query: ``[num_tokens, num_heads, head_size]``, dtype of ``key``: the queries to be rotated,
             normalized or transformed. May be a slice of a fused projection. It shares no element
@@ -127,6 +135,10 @@ def kv_cache_update(
             the output, or in the weights of the next projection. None: nothing is.
         hadamard_signs: ``[head_size]``, float32, each 1 or -1: what the numbers of a head are
             multiplied by before. None: 1.
+        codes: "e2m1" says that uint8 holds floats of 4 bits.
+        k_global: a float32 factor of all scales of groups of the keys, or a number.
+        v_global: the same for the values.
+        round_scales_up: whether made scales of float8_e8m0fnu are rounded up.
 
     Raises:
         ValueError: a shape is wrong, an argument is given that needs another one, tensors are on
@@ -138,7 +150,9 @@ def kv_cache_update(
         RuntimeError: a cache or the query is an inference tensor, outside of inference mode.
         NotImplementedError: a tensor requires grad: the op has no derivative.
     """
-    k_scale, v_scale = (scale_tensor(x, kv_cache) for x in (k_scale, v_scale))
+    k_scale, v_scale, k_global, v_global = (
+        scale_tensor(x, kv_cache) for x in (k_scale, v_scale, k_global, v_global)
+    )
     operator = _DEFAULT
     others: dict[str, Any] = {}
     if k_scale_cache is not None or v_scale_cache is not None:
@@ -158,6 +172,15 @@ def kv_cache_update(
             "norm_round_first": norm_round_first,
             "hadamard": hadamard,
             "hadamard_signs": hadamard_signs,
+        }
+        operator = _WITH_NORMS
+    has_globals = k_global is not None or v_global is not None
+    if codes is not None or has_globals or round_scales_up is not False:
+        others |= {
+            "codes": codes,
+            "k_global": k_global,
+            "v_global": v_global,
+            "round_scales_up": round_scales_up,
         }
         operator = _WITH_NORMS
     operator(

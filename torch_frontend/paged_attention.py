@@ -16,10 +16,11 @@ _ARGUMENTS = (
     "(Tensor query, Tensor kv_cache, Tensor context_lens, Tensor block_tables, "
     "Tensor query_start_loc, Tensor num_seqs, float scale, SymInt? sliding_window=None, "
     "float? soft_cap=None, *, Tensor? value_cache=None, str? kv_layout=None, "
-    "Tensor? k_scale=None, Tensor? v_scale=None, Tensor? sinks=None, "
+    "Tensor? k_scale=None, Tensor? v_scale=None, Tensor? k_global=None, Tensor? v_global=None, "
+    "Tensor? sinks=None, "
     "Tensor? alibi_slopes=None, bool? causal=True, SymInt? window_right=None, "
     "SymInt? max_query_len=None, Tensor? tree_mask=None, int? value_head_size=None, "
-    "Tensor? bidirectional_ranges=None, Tensor? causal_seqs=None"
+    "Tensor? bidirectional_ranges=None, Tensor? causal_seqs=None, str? codes=None"
 )
 _STRIDED = ("kv_cache", "value_cache", "k_scale", "v_scale")
 _ROWS = ("query",)
@@ -51,6 +52,9 @@ class _Options(TypedDict, total=False):
     window_right: int | None
     max_query_len: int | None
     value_head_size: int | None
+    codes: str | None
+    k_global: torch.Tensor | float | None
+    v_global: torch.Tensor | float | None
 
 
 @overload
@@ -113,6 +117,9 @@ def paged_attention(
     value_head_size: int | None = None,
     return_lse: bool = False,
     out: torch.Tensor | None = None,
+    codes: str | None = None,
+    k_global: torch.Tensor | float | None = None,
+    v_global: torch.Tensor | float | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of packed query tokens over a paged key/value cache.
 
@@ -147,6 +154,8 @@ def paged_attention(
         kv_layout: which dimension is which, such as ``"n2bhd"``.
         k_scale: what the keys in a cache of 8 or 4 bits are multiplied by, float32, or a number.
             int8 and uint8 need it: 1.0 keeps whole numbers.
+            A tensor with a dimension of groups also float16, bfloat16, float8_e4m3fn or
+            float8_e8m0fnu. May be a strided view, as where pages hold codes and scales.
         v_scale: the same for the values.
         sinks: ``[num_heads]`` float32, one more logit for each head.
         alibi_slopes: ``[num_heads]`` float32.
@@ -159,6 +168,9 @@ def paged_attention(
         max_query_len: a promise that no sequence has more query tokens.
         value_head_size: for multi-head latent attention, where V is a part of K.
         return_lse: also return the log-sum-exp of each row, for ``merge_attention``.
+        codes: "e2m1" says that uint8 holds floats of 4 bits.
+        k_global: a float32 factor of all scales of groups of the keys, or a number.
+        v_global: the same for the values.
         out: a contiguous tensor for the result, which is returned. Not with ``return_lse``.
 
     Returns:
@@ -176,7 +188,9 @@ def paged_attention(
     if isinstance(scale, torch.Tensor) and not torch.compiler.is_compiling():
         scale = number(scale)
     causal, causal_seqs = split_causal(causal)
-    k_scale, v_scale = (scale_tensor(x, kv_cache) for x in (k_scale, v_scale))
+    k_scale, v_scale, k_global, v_global = (
+        scale_tensor(x, kv_cache) for x in (k_scale, v_scale, k_global, v_global)
+    )
     if not isinstance(return_lse, bool):
         raise dtype_error(op.OP, "return_lse", "type bool", type(return_lse).__name__)
     if out is not None and return_lse:
@@ -199,5 +213,8 @@ def paged_attention(
         max_query_len=max_query_len,
         value_head_size=value_head_size,
         causal_seqs=causal_seqs,
+        codes=codes,
+        k_global=k_global,
+        v_global=v_global,
         **({} if out is None else {"out": out}),
     )

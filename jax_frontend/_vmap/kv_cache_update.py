@@ -22,10 +22,10 @@ def batch(
     slot_mapping = operands["slot_mapping"]
     caches = {name: x for name, x in operands.items() if name in ("kv_cache", "value_cache")}
     scales = {name: x for name, x in operands.items() if name in ("k_scale", "v_scale")}
-    per_position = {name: x for name, x in scales.items() if len(x.shape) == 3}
+    per_position = {name: x for name, x in scales.items() if len(x.shape) >= 3}
     per_position |= {name: x for name, x in operands.items() if name.endswith("_scale_cache")}
     others = {name: x for name, x in scales.items() if name not in per_position}
-    of_calls = ("cos_sin_cache", "q_norm", "k_norm", "hadamard_signs")
+    of_calls = ("cos_sin_cache", "q_norm", "k_norm", "k_global", "v_global", "hadamard_signs")
     others |= {name: x for name, x in operands.items() if name in of_calls}
     of_tokens = {
         name: x for name, x in operands.items() if name in ("key", "value", "query", "positions")

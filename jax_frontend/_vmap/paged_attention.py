@@ -96,7 +96,7 @@ def _pool(size: int, operands: Mapping[str, Operand], layout: str) -> _Pool | No
     arrays = {name: x for name, x in operands.items() if name not in _OF_BATCH}
     caches = [name for name in ("kv_cache", "value_cache") if name in arrays]
     scales = [name for name in ("k_scale", "v_scale") if name in arrays]
-    per_position = [name for name in scales if len(arrays[name].shape) == 3]
+    per_position = [name for name in scales if len(arrays[name].shape) >= 3]
     has_own_blocks = any(arrays[name].is_mapped for name in caches)
     stacked = [*caches, *per_position] if has_own_blocks else []
     if any(x.is_mapped for name, x in arrays.items() if name not in stacked):

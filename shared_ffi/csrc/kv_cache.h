@@ -76,4 +76,18 @@ struct KvScales {
   }
 };
 
+// Scales for groups of numbers along a row: `num_groups` for each position and kv head. Those of K
+// scale the rows of V where V is a part of K. Only CPU kernels read them.
+struct GroupScales {
+  const void* data;  // null: KvScales are all
+  DType dtype;
+  int64_t num_groups;
+  int64_t group_size;  // numbers of a row
+  int64_t block_stride;
+  int64_t position_stride;
+  int64_t head_stride;
+  int64_t group_stride;
+  const float* global;  // of all positions, multiplied into each; null: 1
+};
+
 }  // namespace xla_gpu

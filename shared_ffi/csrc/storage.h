@@ -19,19 +19,34 @@
 
 namespace xla_gpu {
 
-enum class DType { kFloat32, kFloat16, kBFloat16, kFloat8E4M3, kFloat8E5M2, kInt8, kInt4 };
+enum class DType {
+  kFloat32,
+  kFloat16,
+  kBFloat16,
+  kFloat8E4M3,
+  kFloat8E5M2,
+  kInt8,
+  kInt4,
+  kFloat4E2M1,
+  kFloat8E8M0,  // of scales alone
+};
 
 // The types of 8 and 4 bits are for caches; k_scale and v_scale scale them.
 XLA_GPU_HOST_DEVICE inline bool IsQuantized(DType dtype) { return dtype >= DType::kFloat8E4M3; }
 
-// Bytes of an element of an array. An element of int4 is two numbers.
+// Two numbers of these types are an element of an array: the first in the lower half of a byte.
+XLA_GPU_HOST_DEVICE inline bool Is4Bit(DType dtype) {
+  return dtype == DType::kInt4 || dtype == DType::kFloat4E2M1;
+}
+
+// Bytes of an element of an array.
 XLA_GPU_HOST_DEVICE inline int64_t SizeOf(DType dtype) {
   return dtype == DType::kFloat32 ? 4 : IsQuantized(dtype) ? 1 : 2;
 }
 
 // Elements of a row of so many numbers.
 XLA_GPU_HOST_DEVICE inline int64_t ElementsOf(DType dtype, int64_t numbers) {
-  return dtype == DType::kInt4 ? (numbers + 1) / 2 : numbers;
+  return Is4Bit(dtype) ? (numbers + 1) / 2 : numbers;
 }
 
 // IEEE 754 binary16, as bits.
@@ -53,6 +68,11 @@ struct Float8E5M2 {
   uint8_t bits;
 };
 
+// A power of two, from 2^-127 to 2^127, or NaN: the exponent of a binary32.
+struct Float8E8M0 {
+  uint8_t bits;
+};
+
 // Calls f(T()) for the type T of a query, of keys or of values.
 template <typename F>
 auto WithTensorType(DType dtype, const F& f) {
@@ -69,6 +89,15 @@ auto WithTensorType(DType dtype, const F& f) {
 // Two 4-bit integers in two's complement, from -8 to 7: the first in the lower half of the byte.
 struct Int4Pair {
   uint8_t bits;
+};
+
+// What the codes of a type of 4 bits stand for: whole numbers, or multiples of kUnit.
+struct Int4Codes {
+  static constexpr int8_t kNumbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1};
+};
+struct Float4E2M1Codes {
+  static constexpr float kUnit = 0.5f;
+  static constexpr int8_t kNumbers[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 };
 
 // A number of a cache with int4, as kernels on a GPU expand it. K and V are each of int4 or int8.
@@ -119,6 +148,11 @@ XLA_GPU_HOST_DEVICE inline Half AsHalf(Float8E4M3 x) {
 XLA_GPU_INLINE float ToFloat(Float8E4M3 x) { return ToFloat(AsHalf(x)) * 256.0f; }
 
 XLA_GPU_INLINE float ToFloat(Float8E5M2 x) { return ToFloat(AsHalf(x)); }
+
+XLA_GPU_INLINE float ToFloat(Float8E8M0 x) {
+  const uint32_t special = x.bits == 0 ? 0x00400000 : 0x7fc00000;  // 2^-127 is subnormal
+  return BitCast<float>(x.bits % 255 == 0 ? special : uint32_t{x.bits} << 23);
+}
 
 XLA_GPU_INLINE float ToFloat(int8_t x) { return x; }
 
@@ -178,6 +212,14 @@ XLA_GPU_INLINE void FromFloat(float x, Half* to) {
   to->bits = static_cast<uint16_t>(sign | half);
 }
 
+// Rounds to a power of two, up or down; a NaN stays one. There is no 0: 2^-127 is the least.
+inline void FromFloat(float x, bool rounds_up, Float8E8M0* to) {
+  const uint32_t bits = BitCast<uint32_t>(x) & 0x7fffffff;
+  const bool is_above = rounds_up && (bits < 0x00800000 ? bits > 0x00400000 : bits << 9 != 0);
+  const uint32_t exponent = (bits >> 23) + is_above;
+  to->bits = static_cast<uint8_t>(x != x ? 255 : exponent < 254 ? exponent : 254);
+}
+
 // To a float of 8 bits with kMantissaBits of mantissa, whose least normal number is
 // 2^kLeastExponent: rounded to nearest, ties to even; what is larger than the largest becomes that;
 // a NaN the bits kNaN.
@@ -221,6 +263,14 @@ XLA_GPU_HOST_DEVICE inline int32_t RoundToInteger(float x) {
 
 XLA_GPU_HOST_DEVICE inline void FromFloat(float x, int8_t* to) {
   *to = static_cast<int8_t>(RoundToInteger<128>(x));
+}
+
+// The code of e2m1 for a number: rounded to nearest, ties to even, and held between -6 and 6; a NaN
+// becomes 0.
+inline uint8_t Float4E2M1CodeOf(float x) {
+  if (x != x) return 0;
+  const uint32_t bits = RoundTo8Bits<1, 0, 7, 0>(x);
+  return static_cast<uint8_t>((bits & 7) | (bits >> 4 & 8));
 }
 
 XLA_GPU_HOST_DEVICE inline Int4Pair PairOf(float first, float second) {

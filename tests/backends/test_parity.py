@@ -30,6 +30,8 @@ def test_paged_attention(case: Case, compiled: hlo.CompiledPrograms) -> None:
     arrays, options = split_keywords(attributes)
     jitted = backends.jitted("paged_attention", **options)
     assert_same_bits(jax.tree.map(np.asarray, jitted(*inputs, **arrays)), in_torch)
+    if not backends.are_of_torch_xla(arrays):
+        return
     assert_same_bits(backends.in_torch_xla("paged_attention", *inputs, **attributes), in_torch)
     assert_same_bits(backends.in_openxla("paged_attention", *inputs, **attributes), in_torch)
 
@@ -50,6 +52,8 @@ def test_kv_cache_update(case: UpdateCase, compiled: hlo.CompiledPrograms) -> No
     arrays, options = split_keywords(attributes)
     jitted = backends.jitted("kv_cache_update", **options)
     assert_same_bits(jax.tree.map(np.asarray, jitted(*inputs, **arrays)), expected)
+    if not backends.are_of_torch_xla(arrays):
+        return
     assert_same_bits(backends.in_torch_xla("kv_cache_update", *inputs, **attributes), expected)
     assert_same_bits(backends.in_openxla("kv_cache_update", *inputs, **attributes), expected)
 

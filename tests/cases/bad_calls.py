@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -273,6 +274,81 @@ STATIC = [
             ),
             (f"have dtype float32; got float16. Cast {name} to float32", np.int8, ones(dtype=F16)),
         )
+    ),
+    *(
+        bad_call(op, message.format(name=name, of=name[0]), **INT8_CACHE | {name: scales} | others)
+        for op in (attention, update)
+        for name in ("k_scale", "v_scale")
+        for message, scales, others in (
+            (
+                "{name} must have shape [num_blocks=4, block_size=2, num_kv_heads=2, groups=2]; got [4, 2, 1, 2]. It "
+                "has scales of groups for each position and kv head",
+                ones(4, 2, 1, 2),
+                {},
+            ),
+            (
+                "{name} must have dtype float32 or float16 or bfloat16 or float8_e4m3fn or float8_e8m0fnu; got "
+                "float8_e5m2. Cast {name} to one of them",
+                ones(4, 2, 2, 2, dtype=ml_dtypes.float8_e5m2),
+                {},
+            ),
+            (
+                "{name} must have a number of groups that divides the 8 numbers of a row; got 3. All groups of a row "
+                "have one size",
+                ones(4, 2, 2, 3),
+                {},
+            ),
+            (
+                "{name} must have a number of groups that divides the 4 pairs of numbers of a row; got 8. All groups "
+                "of a row have one size",
+                ones(4, 2, 2, 8),
+                {"kv_cache": np.zeros((4, 2, 4, 4), np.uint8)},
+            ),
+            (
+                "{name} must have a number of groups that divides the 8 numbers of a row; got 0. All groups of a row "
+                "have one size",
+                ones(4, 2, 2, 0),
+                {},
+            ),
+        )
+    ),
+    *(
+        bad_call(
+            op, message, **INT8_CACHE | {"k_scale": ones(4, 2, 2, 2), "v_scale": ones()} | others
+        )
+        for op in (attention, update)
+        for message, others in (
+            (
+                "k_global must have shape [] or [1]; got [2]. It is one number",
+                {"k_global": ones(2)},
+            ),
+            (
+                "k_global must have dtype float32; got float16. Cast k_global to float32",
+                {"k_global": ones(dtype=F16)},
+            ),
+            (
+                "v_global must be None unless v_scale has groups, [..., num_kv_heads, groups]; got shape []. Leave "
+                "v_global out",
+                {"v_global": ones()},
+            ),
+            (
+                "codes must be None unless K or V has dtype uint8; got e2m1. Leave codes out",
+                {"codes": "e2m1"},
+            ),
+            (
+                "codes must be 'e2m1' or None; got nf4. None stands for whole numbers from -8 to 7",
+                {"codes": "nf4", "kv_cache": np.zeros((4, 2, 4, 4), np.uint8)},
+            ),
+        )
+    ),
+    bad_call(
+        update,
+        "round_scales_up must be False unless the call makes scales of float8_e8m0fnu; got True. Leave "
+        "round_scales_up out",
+        **INT8_CACHE,
+        k_scale=ones(),
+        v_scale=ones(),
+        round_scales_up=True,
     ),
     *(
         bad_call(

@@ -4,20 +4,20 @@ larger than needed, and everything that the op must not read holds NaN, infinity
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from harness.arrays import DTYPES, packed, quantized
+from harness.arrays import CODES, DTYPES, packed, quantized
 from harness.layouts import arrange
 
 SHORT_NAMES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 JUNK = np.array([2147480000, -7, 2147483647, -2147483648, 1000000], np.int32)
 RANGES = (None, "blocks", "any")
-_OF_CACHES = ("value_cache", "k_scale", "v_scale")
+_OF_CACHES = ("value_cache", "k_scale", "v_scale", "k_global", "v_global")
 FEATURES = {
     "paged_attention": (
         *(*_OF_CACHES, "sinks", "alibi_slopes", "tree_mask"),
@@ -44,7 +44,41 @@ UNIT_SCALES = {name: np.ones((), np.float32) for name in ("k_scale", "v_scale")}
 
 def scale_of(dtype: str) -> float:
     """The size of the scales of a cache of numbers of a normal distribution."""
-    return 0.3 if dtype == "int4" else 0.05
+    return {"int4": 0.3, "e2m1": 0.5}.get(dtype, 0.05)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Scales of groups of a row."""
+
+    size: int  # numbers of a group
+    dtype: str = "float32"  # of SCALE_DTYPES
+    has_globals: bool = False
+    of: tuple[str, ...] = ("k_scale", "v_scale")  # the others are of positions
+
+    def arrays(
+        self, num_kv_heads: int, is_unused: np.ndarray, dtypes: Sequence[str], sizes: Sequence[int]
+    ) -> dict[str, np.ndarray]:
+        """k_scale, v_scale, k_global and v_global. See `scale_arrays`. `sizes`: the numbers of a row
+        of K and of V."""
+        rng = np.random.default_rng(2)
+        arrays: dict[str, np.ndarray] = {}
+        globals_: dict[str, Any] = {
+            "k_scale": np.float32(0.7),
+            "v_scale": np.array([1.3], np.float32),
+        }
+        for name, dtype, row_size in zip(globals_, dtypes, sizes, strict=True):
+            factor = globals_[name] if self.has_globals and name in self.of else 1
+            groups = (row_size // self.size,) if name in self.of else ()
+            scales = rng.uniform(0.5, 1.5, (*is_unused.shape, num_kv_heads, *groups))
+            scales[is_unused] = np.nan
+            to = np.dtype(self.dtype if name in self.of else "float32")
+            arrays[name] = (scales * scale_of(dtype) / factor).astype(np.float32).astype(to)
+        if self.has_globals:
+            arrays |= {
+                name.replace("scale", "global"): np.array(globals_[name]) for name in self.of
+            }
+        return arrays
 
 
 def scale_arrays(
@@ -71,10 +105,11 @@ def quantized_cache(values: np.ndarray, dtypes: tuple[str, str], scales: str | N
     return np.stack(rows, 3).reshape(values.shape)
 
 
-def pack_int4(caches: tuple[np.ndarray, ...], dtypes: tuple[str, str]) -> tuple[np.ndarray, ...]:
-    """The arrays of a cache, those of int4 packed."""
+def pack_4_bits(caches: tuple[np.ndarray, ...], dtypes: tuple[str, str]) -> tuple[np.ndarray, ...]:
+    """The arrays of a cache, those of 4 bits packed."""
     return tuple(
-        packed(x) if dtype == "int4" else x for x, dtype in zip(caches, dtypes, strict=False)
+        packed(x, dtype) if dtype in CODES else x.astype(dtype)
+        for x, dtype in zip(caches, dtypes, strict=False)
     )
 
 
@@ -116,6 +151,7 @@ class Case:
     cache_dtype: str | None = None  # of QUANTIZED
     value_cache_dtype: str | None = None  # of V, where K and V are int8 and int4
     scales: str | None = None  # of SCALES
+    groups: Groups | None = None  # in their place
     value_head_size: int | None = None  # where V is a part of K
     own_value_head_size: int | None = None  # of V in an array of its own
     padding_seqs: int = 2
@@ -156,15 +192,23 @@ class Case:
             attributes["max_query_len"] = self.max_query_len
         if self.return_lse:
             attributes["return_lse"] = True
-        if self.scales is not None:
+        if self.scales is not None or self.groups is not None:
             kv_cache = self._before_quantization().kv_cache.astype(np.float32)
             is_unused = ~np.isfinite(kv_cache).all((2, 3))
-            attributes |= scale_arrays(self.scales, self.num_kv_heads, is_unused, self._dtypes())
-        elif self.cache_dtype in INTEGERS:
+            of_positions = self.num_kv_heads, is_unused, self._dtypes()
+            if self.groups is not None:
+                sizes = self.head_size, self.own_value_head_size or self.head_size
+                attributes |= self.groups.arrays(*of_positions, sizes)
+            elif self.scales is not None:
+                attributes |= scale_arrays(self.scales, *of_positions)
+        elif {*self._dtypes()} & {*INTEGERS}:
             attributes |= UNIT_SCALES
         if self.value_head_size is not None:
             attributes["value_head_size"] = self.value_head_size
             attributes.pop("v_scale", None)
+            attributes.pop("v_global", None)
+        if "e2m1" in self._dtypes():
+            attributes["codes"] = "e2m1"
         if self.kv_layout is not None:
             attributes["kv_layout"] = self.kv_layout
             _, *value_cache = self._arranged(self._in_default_layout().kv_cache)
@@ -184,7 +228,7 @@ class Case:
             is_latent=is_latent,
             value_head_size=self.own_value_head_size,
         )
-        return pack_int4(caches, self._dtypes())
+        return pack_4_bits(caches, self._dtypes())
 
     def _tree_mask(self) -> np.ndarray:
         """Draft trees for every second sequence, all tokens of which attend to their ancestors; or
@@ -226,6 +270,10 @@ class Case:
                 token += 1
         return ranges
 
+    def is_for_cpu(self) -> bool:
+        """Whether only CPU kernels compute it."""
+        return self.groups is not None or "e2m1" in self._dtypes()
+
     def is_causal(self, sequence: int) -> bool:
         return self.causal or (self.causal_seqs and sequence % 2 == 0)
 
@@ -251,7 +299,8 @@ class Case:
         if self.cache_dtype is None:
             return inputs
         values = inputs.kv_cache.astype(np.float32)
-        return inputs._replace(kv_cache=quantized_cache(values, self._dtypes(), self.scales))
+        scales = self.scales if self.groups is None else "of groups"
+        return inputs._replace(kv_cache=quantized_cache(values, self._dtypes(), scales))
 
     def _before_quantization(self) -> Inputs:
         rng = np.random.default_rng(zlib.crc32(self.id.encode()))

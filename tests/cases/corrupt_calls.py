@@ -22,7 +22,7 @@ from shared_ffi import (
     varlen_attention,
     varlen_attention_backward,
 )
-from tests.cases.case import FEATURES, Case
+from tests.cases.case import FEATURES, Case, Groups
 from tests.cases.updates import UpdateCase
 from tests.cases.varlen import VarlenCase
 from tests.support.calls import (
@@ -65,11 +65,12 @@ _OPTIONAL = (
     *("query_heads", "interleaved"),
     *("norm_eps", "norm_offset", "norm_after_rope", "v_norm", "norm_round_first"),
     *("k_hadamard", "v_hadamard"),
+    *("e2m1", "round_scales_up"),
 )
 """Attributes that not every call has."""
 
 _SCALES = ("k_scale", "v_scale", "k_scale_cache", "v_scale_cache")
-_STRIDES = ("block_stride", "position_stride", "head_stride")
+_STRIDES = ("block_stride", "position_stride", "head_stride", "group_stride", "groups")
 
 _NAMES = {
     *itertools.chain(*_OPERANDS.values(), _OPTIONAL),
@@ -83,6 +84,7 @@ _ALIKE = {"key": ["value"], "kv_cache": ["value_cache"]}
 
 DTYPES = (
     *(np.float32, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2),
+    ml_dtypes.float8_e8m0fnu,
     *(np.int8, np.uint8, np.int32, np.int64, np.float64, np.bool_, np.complex64),
 )
 _INTEGERS = (-(2**63), -1, 0, 1, 2**31 - 1, 2**31, 2**32, 2**32 + 2, 2**62, 2**63 - 1)
@@ -150,8 +152,8 @@ def _with_strided_scales(call: HandlerCall) -> HandlerCall:
     for name in [x for x in _SCALES if x in call.operands]:
         scales = call.operands[name]
         arrays[name] = np.repeat(scales.ravel(), 3)[:-2]
-        steps = [3 * n // scales.itemsize for n in scales.strides]
-        attributes |= {f"{name}_{x}": n for x, n in zip(_STRIDES, steps, strict=True)}
+        steps = [3 * n // scales.itemsize for n in scales.strides] + [*scales.shape[3:]]
+        attributes |= {f"{name}_{x}": n for x, n in zip(_STRIDES, steps, strict=False)}
     results = {name: arrays.get(name, x) for name, x in call.results.items()}
     return replace(call, operands=call.operands | arrays, results=results, attributes=attributes)
 
@@ -209,6 +211,9 @@ def sound_calls() -> dict[str, HandlerCall]:
         max_query_len=4,
         return_lse=True,
     )
+    of_groups = _attention(
+        "of-groups", cache_dtype="e2m1", groups=Groups(8, "float8_e4m3fn", has_globals=True)
+    )
     updates = {
         "plain": UpdateCase("plain", num_padding=0),
         "of-8-bits": UpdateCase(
@@ -233,6 +238,22 @@ def sound_calls() -> dict[str, HandlerCall]:
             made_scales=("k_scale", "v_scale"),
             rotary_dim=8,
             num_heads=4,
+        ),
+        "made-groups": UpdateCase(
+            "made-groups",
+            num_padding=0,
+            head_size=16,
+            cache_dtype="e2m1",
+            groups=Groups(8, "float8_e8m0fnu", has_globals=True),
+            made_scales=("k_scale", "v_scale"),
+            round_scales_up=True,
+        ),
+        "of-groups": UpdateCase(
+            "of-groups",
+            num_padding=0,
+            head_size=16,
+            cache_dtype="int4",
+            groups=Groups(4, "float16"),
         ),
         "copied": UpdateCase(
             "copied", num_padding=0, head_size=18, cache_dtype="int4", dtype="float16"
@@ -298,6 +319,8 @@ def sound_calls() -> dict[str, HandlerCall]:
             head_size=128,
             own_value_head_size=64,
         ),
+        "attention-of-groups": of_groups,
+        "attention-of-strided-groups": _with_strided_scales(of_groups),
         "attention-latent": _attention("latent", num_kv_heads=1, value_head_size=8, tree="draft"),
         "attention-own-value-head-size": _attention(
             "own", kv_layout="nbhd", head_size=24, own_value_head_size=16
@@ -311,6 +334,7 @@ def sound_calls() -> dict[str, HandlerCall]:
             for case, more_columns in packed
         },
         "update-made-strided-scales": _with_strided_scales(made_scales),
+        "update-made-strided-groups": _with_strided_scales(_update(updates["made-groups"])),
         "add": add,
     }
 

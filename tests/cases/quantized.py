@@ -6,9 +6,13 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
-from harness.arrays import QUANTIZED, unpacked
+import numpy as np
+
+from harness import layouts
+from harness.arrays import QUANTIZED, SCALE_DTYPES, unpacked
 from harness.layouts import SEPARATE_LAYOUTS
-from tests.cases.case import CHUNKED, MIXED, SCALES, Case, Inputs, each_dtype
+from harness.reference import scale_factors
+from tests.cases.case import CHUNKED, MIXED, SCALES, Case, Groups, Inputs, each_dtype
 
 BATCHES = {
     "decode": (24, ((1, 150), (1, 3))),
@@ -125,8 +129,96 @@ def _two_dtypes() -> Iterator[Case]:
         )
 
 
-CASES = [*_one_dtype(), *_int4(), *_two_dtypes()]
+def _groups() -> Iterator[Case]:
+    """Scales of groups, and codes of e2m1."""
+    formats: dict[str, dict[str, Any]] = {
+        "nvfp4": {"cache_dtype": "e2m1", "groups": Groups(16, "float8_e4m3fn", has_globals=True)},
+        "mxfp4": {"cache_dtype": "e2m1", "groups": Groups(32, "float8_e8m0fnu")},
+        "int4-g32": {"cache_dtype": "int4", "groups": Groups(32, "float16")},
+        "int8-g32": {"cache_dtype": "int8", "groups": Groups(32, "bfloat16")},
+        "float8_e4m3fn-g16": {"cache_dtype": "float8_e4m3fn", "groups": Groups(16)},
+    }
+    pair: dict[str, Any] = {
+        "cache_dtype": "int8",
+        "value_cache_dtype": "e2m1",
+        "groups": Groups(16, "float8_e4m3fn", has_globals=True, of=("v_scale",)),
+        "kv_layout": "nbhd",
+    }
+    common: dict[str, Any] = {"num_heads": 12, "num_kv_heads": 3, "block_size": 8, "head_size": 64}
+    for (name, fields), (batch, (_, sequences)) in product(
+        (formats | {"int8-nvfp4": pair}).items(), BATCHES.items()
+    ):
+        lse = {"return_lse": batch == "mixed"}
+        yield from each_dtype(f"{name}-{batch}", sequences=sequences, **common | fields | lse)
+    for scales in SCALES:
+        yield from each_dtype(
+            f"e2m1-{scales}", sequences=MIXED, cache_dtype="e2m1", scales=scales, head_size=24
+        )
+    for dtype, has_globals in product(SCALE_DTYPES, (False, True)):
+        for head_size, size in ((24, 24), (36, 12), (8, 2), (96, 32), (160, 80)):
+            yield Case(
+                id=f"groups-of-{size}-of-{head_size}-{dtype}-{has_globals}",
+                sequences=MIXED,
+                cache_dtype=("int4", "e2m1")[has_globals],
+                groups=Groups(size, dtype, has_globals),
+                head_size=head_size,
+                soft_cap=4.0,
+                dtype="bfloat16",
+            )
+    features: dict[str, dict[str, Any]] = {
+        "window-9-sinks": {"sliding_window": 9, "sinks": True},
+        "tree": {"tree": "draft"},
+        "slopes": {"alibi_slopes": True},
+        "images": {"ranges": "blocks"},
+        "not-causal": {"causal": False},
+        "many-queries": {"num_heads": 40, "sequences": ((30, 300), (1, 40))},
+        "chunked": {"sequences": CHUNKED, "block_size": 5},
+        "later-nan": {"sequences": ((9, 9), (70, 70)), "nan_in_last_position": True},
+        "latent": {"num_kv_heads": 1, "value_head_size": 40, "num_heads": 5, "kv_layout": "nbd"},
+        **{layout: {"kv_layout": layout} for layout in ("2nbhd", "n2hbd", "nhb(2d)", "hnbd")},
+    }
+    for (feature, fields), name in product(features.items(), ("nvfp4", "int4-g32")):
+        yield Case(
+            id=f"{name}-{feature}",
+            **{"sequences": MIXED, "head_size": 64, "dtype": "float16"} | formats[name] | fields,
+        )
+    for head_size, columns in ((64, 32), (192, 128), (36, 24)):
+        yield Case(
+            id=f"int8-e2m1-groups-{head_size}-{columns}",
+            sequences=((70, 90), *MIXED),
+            cache_dtype="int8",
+            value_cache_dtype="e2m1",
+            groups=Groups(12 if columns == 24 else 16, "float16"),
+            kv_layout="hnbd",
+            head_size=head_size,
+            own_value_head_size=columns,
+        )
+
+
+CASES = [*_one_dtype(), *_int4(), *_two_dtypes(), *_groups()]
 INT4_CASES = [case for case in CASES if "int4" in (case.cache_dtype, case.value_cache_dtype)]
+GROUP_CASES = [case for case in CASES if case.is_for_cpu()]
+
+
+def in_float32(inputs: Inputs, attributes: dict[str, Any]) -> tuple[Inputs, dict[str, Any]]:
+    """The same call with what the numbers and scales of a cache stand for, in two arrays."""
+    values = attributes.get("value_cache")
+    is_latent = "value_head_size" in attributes
+    others = dict(attributes)
+    names = ("k_scale", "v_scale", "k_global", "v_global")
+    k_scale, v_scale, k_global, v_global = (others.pop(name, None) for name in names)
+    codes, kv_layout = others.pop("codes", None), others.pop("kv_layout", None)
+    caches = (inputs.kv_cache,) if values is None else (inputs.kv_cache, values)
+    cache = layouts.default(caches, kv_layout, is_latent=is_latent, codes=codes)
+    columns = cache.shape[-1] if values is None else unpacked(values, codes).shape[-1]
+    keys, rows = cache[:, :, 0::2].astype(np.float32), np.indices(cache.shape[:2])
+    keys *= scale_factors((*rows,), k_scale, k_global, keys.shape[-1])
+    inputs = inputs._replace(kv_cache=keys, query=inputs.query.astype(np.float32))
+    if is_latent:
+        return inputs, others | {"kv_layout": "nbhd"}
+    found = cache[:, :, 1::2, :columns].astype(np.float32)
+    found *= scale_factors((*rows,), v_scale, v_global, columns)
+    return inputs, others | {"value_cache": found}
 
 
 def in_int8(inputs: Inputs, attributes: dict[str, Any]) -> tuple[Inputs, dict[str, Any]]:

@@ -11,9 +11,9 @@ from typing import Any
 
 import hypothesis.strategies as st
 
-from harness.arrays import QUANTIZED
+from harness.arrays import CODES, QUANTIZED, SCALE_DTYPES
 from harness.layouts import LATENT_LAYOUTS, LAYOUTS, SEPARATE_LAYOUTS
-from tests.cases.case import FEATURES, RANGES, SCALES, TREES, Case
+from tests.cases.case import FEATURES, RANGES, SCALES, TREES, Case, Groups
 from tests.cases.updates import NORM_OPTIONS, NORMS, UpdateCase
 from tests.cases.varlen import VarlenCase
 
@@ -31,7 +31,7 @@ def _features(rng: random.Random, is_latent: bool) -> dict[str, Any]:
     """What attention and updates have in common."""
     layouts = LATENT_LAYOUTS if is_latent else LAYOUTS
     large = (64, 80, 128, 256, 512, 576) if is_latent else (64, 80, 128, 256)
-    cache_dtype = rng.choice([None, None, *QUANTIZED])
+    cache_dtype = rng.choice([None, None, *QUANTIZED, "e2m1"])
     head_size = rng.choice([rng.randint(1, 40), 8, 16, 32, rng.choice(large)])
     kv_layout = rng.choice([None, None, *layouts])
     own_value_head_size = None
@@ -39,8 +39,11 @@ def _features(rng: random.Random, is_latent: bool) -> dict[str, Any]:
         own_value_head_size = rng.choice([None, rng.randint(1, head_size), max(1, head_size // 2)])
     value_cache_dtype = None
     if kv_layout in SEPARATE_LAYOUTS and not is_latent and rng.random() < 0.5:
-        value_cache_dtype = {"int8": "int4", "int4": "int8"}.get(cache_dtype or "")
-    if "int4" in (cache_dtype, value_cache_dtype):
+        of_4_bits = rng.choice([*CODES])
+        value_cache_dtype = {"int8": of_4_bits, "int4": "int8", "e2m1": "int8"}.get(
+            cache_dtype or ""
+        )
+    if {cache_dtype, value_cache_dtype} & {*CODES}:
         head_size += head_size % 2
         own_value_head_size = own_value_head_size and own_value_head_size + own_value_head_size % 2
     return {
@@ -50,9 +53,18 @@ def _features(rng: random.Random, is_latent: bool) -> dict[str, Any]:
         "cache_dtype": cache_dtype,
         "value_cache_dtype": value_cache_dtype,
         "scales": rng.choice(SCALES) if cache_dtype else None,
+        "groups": _groups(rng, head_size, own_value_head_size) if cache_dtype else None,
         "kv_layout": kv_layout,
         "own_value_head_size": own_value_head_size,
     }
+
+
+def _groups(rng: random.Random, head_size: int, own_value_head_size: int | None) -> Groups | None:
+    """Scales of groups for a third of the calls. The groups have an even size."""
+    size = rng.choice([2, 4, 6, 8, 16, 32, 48])
+    if rng.random() < 0.67 or head_size % size or (own_value_head_size or size) % size:
+        return None
+    return Groups(size, rng.choice(SCALE_DTYPES), rng.random() < 0.5)
 
 
 def _num_kv_heads(features: dict[str, Any], is_latent: bool, rng: random.Random) -> int:
@@ -87,11 +99,16 @@ def update_case(name: str, group_rng: random.Random, trial_rng: random.Random) -
     )
 
 
+def _may_be_copied(features: dict[str, Any]) -> bool:
+    """Whether keys may have the dtype of a quantized cache."""
+    is_scaled = features["scales"] is not None or features["groups"] is not None
+    return features["cache_dtype"] and not is_scaled and features["dtype"] == "float16"
+
+
 def _rotary(features: dict[str, Any], num_kv_heads: int, rng: random.Random) -> dict[str, Any]:
     """A rotary embedding of half of the updates that may have one."""
     dtype, head_size = features["dtype"], features["head_size"]
-    has_8_bit_keys = features["cache_dtype"] and features["scales"] is None and dtype == "float16"
-    if has_8_bit_keys or head_size < 2 or rng.random() < 0.5:
+    if _may_be_copied(features) or head_size < 2 or rng.random() < 0.5:
         return {}
     return {
         "rotary_dim": 2 * rng.choice([head_size // 2, rng.randint(1, head_size // 2)]),
@@ -107,7 +124,7 @@ def _norms(
 ) -> dict[str, Any]:
     """Norms of a third of the updates that may have them."""
     dtype = features["dtype"]
-    if _has_8_bit_keys(features) or rng.random() < 0.67:
+    if _may_be_copied(features) or rng.random() < 0.67:
         return {}
     norm, v_norm = rng.choice([*NORMS, NORMS[1]]), rng.random() < 0.3
     may_be_after = rotary and norm == "per head"
@@ -120,14 +137,9 @@ def _norms(
     } | ({"num_heads": num_kv_heads * rng.choice([0, 1, 3])} if norm and not rotary else {})
 
 
-def _has_8_bit_keys(features: dict[str, Any]) -> bool:
-    is_copied = features["scales"] is None and features["dtype"] == "float16"
-    return bool(features["cache_dtype"] and is_copied)
-
-
 def _hadamard(features: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     """Walsh-Hadamard transforms of a third of the updates that may have them."""
-    if _has_8_bit_keys(features) or rng.random() < 0.67:
+    if _may_be_copied(features) or rng.random() < 0.67:
         return {}
     hadamard = rng.choice(["k", "v", "kv"])
     is_one_size = features.get("own_value_head_size") in (None, features["head_size"])

@@ -10,14 +10,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from harness.arrays import DTYPES, QUANTIZED, packed, quantized
+from harness.arrays import CODES, DTYPES, QUANTIZED, SCALE_DTYPES, packed, quantized
 from harness.layouts import LATENT_LAYOUTS, LAYOUTS, SEPARATE_LAYOUTS, arrange
 from tests.cases.case import (
     INTEGERS,
     SCALES,
     SHORT_NAMES,
     UNIT_SCALES,
-    pack_int4,
+    Groups,
+    pack_4_bits,
     quantized_cache,
     scale_arrays,
 )
@@ -52,6 +53,8 @@ class UpdateCase:
     cache_dtype: str | None = None  # of QUANTIZED
     value_cache_dtype: str | None = None  # of V, where K and V are int8 and int4
     scales: str | None = None  # of SCALES
+    groups: Groups | None = None  # in their place
+    round_scales_up: bool = False
     zero_scales: bool = False  # per position: every second token's, of which one is zeros
     made_scales: tuple[str, ...] = ()  # of "k_scale" and "v_scale"
     key_factor: float = 1.0
@@ -73,25 +76,38 @@ class UpdateCase:
         attributes: dict[str, Any] = {}
         if self.kv_layout is not None:
             _, *value_cache = self._arranged(self._in_default_layout().kv_cache)
-            attributes = dict(zip(["value_cache"], value_cache, strict=False))
+            attributes |= dict(zip(["value_cache"], value_cache, strict=False))
             attributes["kv_layout"] = self.kv_layout
-        if self.scales is not None:
+        if self.scales is not None or self.groups is not None:
             inputs = self._in_default_layout()
             is_unused = np.full(inputs.kv_cache.shape[:2], True)
             slots = inputs.slot_mapping
             is_unused.reshape(-1)[slots[slots >= 0]] = False
-            attributes |= scale_arrays(self.scales, self.num_kv_heads, is_unused, self._dtypes())
-            for scales in attributes.values():
+            of_positions = self.num_kv_heads, is_unused, self._dtypes()
+            if self.groups is not None:
+                sizes = self.head_size, self.own_value_head_size or self.head_size
+                attributes |= self.groups.arrays(*of_positions, sizes)
+            elif self.scales is not None:
+                attributes |= scale_arrays(self.scales, *of_positions)
+            for name in ("k_scale", "v_scale"):
                 if self.zero_scales:
-                    scales.reshape(-1, self.num_kv_heads)[slots[::2]] = 0
-        elif self.cache_dtype in INTEGERS and not self._is_copied():
+                    scales = attributes[name]
+                    scales.reshape(-1, *scales.shape[2:])[slots[::2]] = 0
+        elif {*self._dtypes()} & {*INTEGERS} and not self._is_copied():
             attributes |= UNIT_SCALES
         if self.is_latent:
             attributes.pop("v_scale", None)
+            attributes.pop("v_global", None)
+        if "e2m1" in self._dtypes():
+            attributes["codes"] = "e2m1"
+        if self.round_scales_up:
+            attributes["round_scales_up"] = True
         for name in self.made_scales:
-            attributes.pop(name, None)
             pool = self._in_default_layout().kv_cache.shape[:2]
-            attributes[f"{name}_cache"] = np.full((*pool, self.num_kv_heads), np.nan, np.float32)
+            like = attributes.pop(name, np.zeros((*pool, self.num_kv_heads), np.float32))
+            if like.ndim < 3:
+                like = np.zeros((*pool, self.num_kv_heads), np.float32)
+            attributes[f"{name}_cache"] = np.full_like(like, np.nan)
             attributes[f"{name}_cache"][::2] = 7
         return attributes | self._query() | self._rotary() | self._norms() | self._hadamard()
 
@@ -141,13 +157,17 @@ class UpdateCase:
     def _is_copied(self) -> bool:
         """Whether keys and values have the cache's dtype, and are written unchanged."""
         is_one_dtype = self.cache_dtype is not None and self.value_cache_dtype is None
-        is_scaled = self.scales is not None or self.made_scales
+        is_scaled = self.scales is not None or self.groups is not None or self.made_scales
         return is_one_dtype and self.dtype == "float16" and not is_scaled
 
     def _dtypes(self) -> tuple[str, str]:
         """The dtypes of K and V in the cache."""
         dtype = self.cache_dtype or self.dtype
         return dtype, self.value_cache_dtype or dtype
+
+    def is_for_cpu(self) -> bool:
+        """Whether only the CPU has the op for it."""
+        return self.groups is not None or "e2m1" in self._dtypes()
 
     def _arranged(self, kv_cache: np.ndarray) -> tuple[np.ndarray, ...]:
         caches = arrange(
@@ -156,14 +176,15 @@ class UpdateCase:
             is_latent=self.is_latent,
             value_head_size=self.own_value_head_size,
         )
-        return pack_int4(caches, self._dtypes())
+        return pack_4_bits(caches, self._dtypes())
 
     def inputs(self) -> UpdateInputs:
         inputs = self._in_default_layout()
         columns = 0 if self.is_latent else self.own_value_head_size
         inputs = inputs._replace(value=np.ascontiguousarray(inputs.value[..., :columns]))
-        if inputs.key.dtype == np.int8 and self.cache_dtype == "int4":
-            inputs = inputs._replace(key=packed(inputs.key), value=packed(inputs.value))
+        if self._is_copied() and self.cache_dtype in CODES:
+            packs = (packed(x, self.cache_dtype) for x in (inputs.key, inputs.value))
+            inputs = inputs._replace(**dict(zip(("key", "value"), packs, strict=True)))
         return inputs._replace(kv_cache=self._arranged(inputs.kv_cache)[0])
 
     def _in_default_layout(self) -> UpdateInputs:
@@ -194,7 +215,7 @@ class UpdateCase:
             key[2, 0, 0], value[1, -1, -1] = -np.inf, np.inf
             key[3, :, 1:], key[3, -1, 0] = 0, -dtype(1e-6)
             value[3] *= dtype(1e-40 if self.dtype != "float16" else 1e-6)
-        if key.dtype != np.int8:
+        if key.dtype != np.int8 and not (self._is_copied() and self.cache_dtype == "e2m1"):
             key[padding] = np.nan
             value[padding] = np.nan
         return UpdateInputs(kv_cache, key, value, slots.astype(self.slot_dtype))
@@ -575,4 +596,73 @@ def _transformed() -> Iterator[UpdateCase]:
     )
 
 
-CASES = [*_updates(), *_normalized(), *_transformed()]
+def _groups() -> Iterator[UpdateCase]:
+    """Scales of groups, given and made, and codes of e2m1."""
+    both = ("k_scale", "v_scale")
+    formats: dict[str, dict[str, Any]] = {
+        "nvfp4": {"cache_dtype": "e2m1", "groups": Groups(16, "float8_e4m3fn", has_globals=True)},
+        "mxfp4": {"cache_dtype": "e2m1", "groups": Groups(32, "float8_e8m0fnu")},
+        "int4-g32": {"cache_dtype": "int4", "groups": Groups(32, "float16")},
+    }
+    for (name, fields), (dtype, short) in product(formats.items(), SHORT_NAMES.items()):
+        common: dict[str, Any] = {"head_size": 64, "dtype": dtype} | fields
+        for size, factor in {"": 1.0, "-too-large": 100.0, "-subnormal": 2.0**-12}.items():
+            yield UpdateCase(id=f"{name}-{short}{size}", key_factor=factor, **common)
+        yield UpdateCase(id=f"{name}-zero-{short}", zero_scales=True, num_padding=0, **common)
+        made: dict[str, Any] = {"made_scales": both, "num_padding": 0} | common
+        yield UpdateCase(id=f"{name}-made-{short}", **made)
+        yield UpdateCase(
+            id=f"{name}-made-{short}-large", **made | {"num_tokens": 150, "head_size": 128}
+        )
+    for scale_dtype, cache_dtype in product(SCALE_DTYPES, (*QUANTIZED, "e2m1")):
+        for round_up in (False, True)[: 1 + (scale_dtype == "float8_e8m0fnu")]:
+            yield UpdateCase(
+                id=f"{cache_dtype}-made-groups-of-{scale_dtype}-{round_up}",
+                cache_dtype=cache_dtype,
+                groups=Groups(6, scale_dtype, has_globals=cache_dtype == "int8"),
+                made_scales=both,
+                round_scales_up=round_up,
+                num_tokens=40,
+                num_padding=3,
+                head_size=24,
+                rotary_dim=8,
+            )
+    for dtype, short in SHORT_NAMES.items():
+        for scales in (None, "one", "per position"):
+            yield UpdateCase(
+                id=f"e2m1-{scales}-{short}",
+                cache_dtype="e2m1",
+                scales=scales,
+                dtype=dtype,
+                head_size=18,
+                num_tokens=60,
+            )
+    yield UpdateCase(id="e2m1-made-scales", cache_dtype="e2m1", made_scales=both, head_size=18)
+    for layout in SEPARATE_LAYOUTS:
+        yield UpdateCase(
+            id=f"int8-nvfp4-made-{layout}",
+            head_size=64,
+            own_value_head_size=32,
+            kv_layout=layout,
+            cache_dtype="int8",
+            value_cache_dtype="e2m1",
+            groups=Groups(16, "float8_e4m3fn", has_globals=True, of=("v_scale",)),
+            made_scales=both,
+            dtype="bfloat16",
+        )
+    for layout in LATENT_LAYOUTS:
+        yield UpdateCase(
+            id=f"latent-{layout}-nvfp4-made",
+            head_size=48,
+            is_latent=True,
+            num_kv_heads=2 if "h" in layout else 1,
+            kv_layout=layout,
+            made_scales=both[:1],
+            **formats["nvfp4"],
+        )
+    yield UpdateCase(
+        id="nvfp4-made-2nbhd", kv_layout="2nbhd", head_size=32, made_scales=both, **formats["nvfp4"]
+    )
+
+
+CASES = [*_updates(), *_normalized(), *_transformed(), *_groups()]

@@ -17,7 +17,7 @@ import jax_frontend
 from harness import hlo
 from harness.compare import assert_same_bits
 from harness.hlo import ATTENTION, COLLECTIVES, UPDATE
-from tests.cases.case import Case
+from tests.cases.case import Case, Groups
 from tests.cases.updates import UpdateCase
 from tests.cases.varlen import DIFFERENTIABLE, VarlenCase
 from tests.support import scripts
@@ -64,7 +64,9 @@ def shard_by_heads(mesh: Mesh, case: Case) -> tuple[list[Any], dict[str, Any], d
     operands += [put(x, NamedSharding(mesh, P())) for x in metadata]
     whole = NamedSharding(mesh, P())
     others = {"value_cache": cache_sharding, "tree_mask": whole, "causal": whole}
-    others["bidirectional_ranges"] = whole
+    others |= {"bidirectional_ranges": whole, "k_global": whole, "v_global": whole}
+    groups = [name for name, x in arrays.items() if name.endswith("scale") and x.ndim == 4]
+    others |= dict.fromkeys(groups, along(mesh, 4, 2))
     if not is_shared:
         others |= {"k_scale": whole, "v_scale": whole}
     keywords = {
@@ -96,6 +98,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "scales-per-head": {"cache_dtype": "float8_e4m3fn", "scales": "per head"},
     "scales-per-position": {"cache_dtype": "float8_e5m2", "scales": "per position"},
     "4-bits": {"cache_dtype": "int4", "scales": "per head"},
+    "groups": {"cache_dtype": "e2m1", "groups": Groups(8, "float8_e8m0fnu", has_globals=True)},
     "8-and-4-bits": {
         "cache_dtype": "int8",
         "value_cache_dtype": "int4",

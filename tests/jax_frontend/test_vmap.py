@@ -21,7 +21,7 @@ from harness.layouts import LATENT_LAYOUTS, LAYOUTS
 from jax_frontend._vmap import paged_attention as vmapped
 from jax_frontend._vmap.operands import Operand
 from tests.cases.bad_calls import DYNAMIC, BadCall
-from tests.cases.case import DECODE, JUNK, MIXED, SHORT_NAMES, Case
+from tests.cases.case import DECODE, JUNK, MIXED, SHORT_NAMES, Case, Groups
 from tests.cases.sound_calls import add, attention, split, update
 from tests.cases.updates import UpdateCase
 from tests.support.backends import JAX_ERRORS
@@ -114,6 +114,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "scales-per-head": {"cache_dtype": "float8_e4m3fn", "scales": "per head", "kv_layout": "2nbhd"},
     "scales-per-position": {"cache_dtype": "float8_e5m2", "scales": "per position"},
     "4-bits": {"cache_dtype": "int4", "scales": "per head"},
+    "groups": {"cache_dtype": "e2m1", "groups": Groups(8, "float8_e4m3fn")},
     "8-and-4-bits": {
         "cache_dtype": "int8",
         "value_cache_dtype": "int4",
@@ -304,6 +305,12 @@ UPDATES: dict[str, dict[str, Any]] = {
     "scales-per-position": {"cache_dtype": "int8", "scales": "per position"},
     "4-bits": {"cache_dtype": "int4", "scales": "per head", "head_size": 18},
     "made-scales": {"cache_dtype": "int8", "made_scales": ("k_scale", "v_scale")},
+    "made-groups": {
+        "cache_dtype": "e2m1",
+        "groups": Groups(8, "float8_e4m3fn"),
+        "made_scales": ("k_scale", "v_scale"),
+        "head_size": 16,
+    },
     "made-scales-rotated": {
         "cache_dtype": "int4",
         "made_scales": ("k_scale", "v_scale"),

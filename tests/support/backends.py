@@ -4,11 +4,12 @@ NumPy array, or a tuple of arrays where the op has several results."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -29,6 +30,11 @@ def xla_device() -> torch.device:
     """torch_xla's device; skips the test where torch_xla is not installed, as it is for PyTorch 2.9
     only."""
     return pytest.importorskip("torch_xla").device()
+
+
+def are_of_torch_xla(arrays: Mapping[str, np.ndarray]) -> bool:
+    """Whether torch_xla has the dtypes of these arrays."""
+    return all(x.dtype != ml_dtypes.float8_e8m0fnu for x in arrays.values())
 
 
 def to_xla(array: Any) -> torch.Tensor:

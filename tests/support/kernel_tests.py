@@ -24,9 +24,16 @@ from tests.support.gpu import Cpu, Gpu, Kernels, attend
 F32, I32 = np.float32, np.int32
 
 
+def skip_on_gpu(case: Case | UpdateCase, kernels: Kernels) -> None:
+    """Skips a test on a GPU if only the CPU computes the case."""
+    if isinstance(kernels, Gpu) and case.is_for_cpu():
+        pytest.skip("for the CPU alone")
+
+
 @pytest.mark.pairwise
 @pytest.mark.parametrize("case", quantized.INT4_CASES, ids=lambda case: case.id)
 def test_int4_has_the_bits_of_int8(case: Case, kernels: Kernels) -> None:
+    skip_on_gpu(case, kernels)
     if isinstance(kernels, Gpu) and case.dtype != "float32" and case.head_size <= 128:
         pytest.skip("int8 has kernels of its own on GPUs")
     inputs, attributes = case.inputs(), case.attributes()
@@ -50,6 +57,7 @@ def updated_by(kernels: Kernels, case: UpdateCase, more: int = 0) -> Any:
 @pytest.mark.pairwise(each="case")
 @pytest.mark.parametrize("case", UPDATE_CASES, ids=lambda case: case.id)
 def test_kv_cache_update(case: UpdateCase, kernels: Kernels) -> None:
+    skip_on_gpu(case, kernels)
     expected = reference.kv_cache_update(*case.inputs(), **case.attributes())
     assert_same_bits(updated_by(kernels, case), expected)
 
@@ -58,6 +66,7 @@ def test_kv_cache_update(case: UpdateCase, kernels: Kernels) -> None:
 @pytest.mark.parametrize("more", [3, 64], ids="{}-more".format)  # only 64 keep rows aligned
 @pytest.mark.parametrize("case", UPDATE_CASES, ids=lambda case: case.id)
 def test_kv_cache_update_from_wider_rows(case: UpdateCase, more: int, kernels: Kernels) -> None:
+    skip_on_gpu(case, kernels)
     expected = reference.kv_cache_update(*case.inputs(), **case.attributes())
     assert_same_bits(updated_by(kernels, case, more), expected)
 
@@ -68,6 +77,7 @@ def test_kv_cache_update_from_wider_rows(case: UpdateCase, more: int, kernels: K
     "case", [*SHORT_CASES[:1], *SAMPLED_CASES, *LONG_CASES[:1]], ids=lambda case: case.id
 )
 def test_queries_in_wider_rows(case: Case, more: int, each_kernel: Kernels) -> None:
+    skip_on_gpu(case, each_kernel)
     inputs, attributes = case.inputs(), case.attributes()
     result = attend(each_kernel, inputs, more_columns=more, **attributes)
     each_kernel.assert_close(result, inputs, attributes)

@@ -227,6 +227,51 @@ def test_scales_in_the_rows_of_the_cache(dtype: torch.dtype, how: str) -> None:
     assert dense[2].count_nonzero() == 5 * num_kv_heads
 
 
+@pytest.mark.parametrize("how", ["eager", "aot_eager"])
+def test_nvfp4_in_pages(how: str) -> None:
+    """vLLM's pages: codes of K, their scales, codes of V, theirs; in each, head by head, a row for
+    each position."""
+    num_blocks, block_size, num_kv_heads, head_size = 8, 4, 2, 32
+    rows = num_kv_heads * block_size
+    sizes = 2 * [rows * head_size // 2, rows * head_size // 16]
+    pages = torch.zeros(num_blocks, sum(sizes), dtype=torch.uint8)
+    key, value = torch.randn(2, 5, num_kv_heads, head_size)
+    slots = torch.tensor([12, 13, 14, 15, 4])
+    query, num_seqs = torch.randn(2, 4, head_size), torch.tensor([1], dtype=torch.int32)
+    numbers = [torch.tensor(x, dtype=torch.int32) for x in ([5], [[3, 1]], [0, 2])]
+    given = {"k_global": torch.tensor(0.01), "v_global": torch.tensor([0.02]), "codes": "e2m1"}
+
+    def views(pages: torch.Tensor) -> list[torch.Tensor]:
+        regions = [
+            x.unflatten(1, (num_kv_heads, block_size, -1)) for x in pages.split(sizes, dim=1)
+        ]
+        scales = [x.view(torch.float8_e4m3fn).transpose(1, 2) for x in regions[1::2]]
+        return [*regions[::2], *scales]
+
+    def step(*caches: torch.Tensor) -> torch.Tensor:
+        cache, value_cache, k_scale, v_scale = caches
+        kept = {"value_cache": value_cache, "kv_layout": "nhbd", **given}
+        made = {"k_scale_cache": k_scale, "v_scale_cache": v_scale}
+        OPS.kv_cache_update(cache, key, value, slots, **kept, **made)
+        scales = {"k_scale": k_scale, "v_scale": v_scale}
+        return OPS.paged_attention(query, cache, *numbers, num_seqs, 0.2, **kept, **scales)
+
+    dense = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in views(pages)]
+    expected = step(*dense)
+
+    def step_on_pages(pages: torch.Tensor) -> torch.Tensor:
+        return step(*views(pages))
+
+    function = step_on_pages
+    if how != "eager":
+        function = torch.compile(step_on_pages, fullgraph=True, backend=how)
+    for _ in range(2):  # the second call is made without the check
+        assert torch.equal(function(pages), expected)
+    for strided, contiguous in zip(views(pages), dense, strict=True):
+        assert torch.equal(strided.float(), contiguous.float())
+    assert dense[2].float().count_nonzero() == 5 * num_kv_heads * head_size / 16
+
+
 def test_a_scale_for_each_head_may_be_strided_or_repeated() -> None:
     query, cache, *rest = tensors(attention())
     cache = (cache * 20).to(torch.int8)
@@ -243,6 +288,17 @@ def test_a_scale_for_each_head_may_be_strided_or_repeated() -> None:
                 found = OPS.paged_attention(query, cache, *rest, 0.5, **scales)
             assert torch.equal(found, expected)
             assert [x.data_ptr() in addresses for x in (k_scale, v_scale) for _, addresses in calls]
+
+
+def test_strided_scales_of_a_latent_cache() -> None:
+    query, cache = torch.randn(1, 2, 16), torch.randint(-9, 9, (4, 2, 16), dtype=torch.int8)
+    numbers = [torch.tensor(x, dtype=torch.int32) for x in ([5], [[1, 2, 0]], [0, 1], [1])]
+    scales = torch.rand(4, 2, 2)[..., :1]
+    found, expected = (
+        OPS.paged_attention(query, cache, *numbers, 0.25, k_scale=x, value_head_size=8)
+        for x in (scales, scales.contiguous())
+    )
+    assert torch.equal(found, expected)
 
 
 def test_keys_of_int8_and_values_of_int4_in_the_rows_of_one_tensor() -> None:

@@ -39,7 +39,7 @@ _ALIGNMENT = 16  # bytes: XLA's kEntryParameterAlignBytes, what its programs ass
 
 _MAX_PROGRAMS = 256  # of a graph, whose sizes may be symbols
 
-_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
 
 # Dispatch keys of kernels that torch_xla can trace; an operator without any runs on the CPU.
 _LOWERED = (

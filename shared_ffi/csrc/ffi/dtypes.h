@@ -19,6 +19,7 @@ inline constexpr NamedDType kDTypes[] = {
     {XLA_FFI_DataType_BF16, "bfloat16"},
     {XLA_FFI_DataType_F8E4M3FN, "float8_e4m3fn"},
     {XLA_FFI_DataType_F8E5M2, "float8_e5m2"},
+    {XLA_FFI_DataType_F8E8M0FNU, "float8_e8m0fnu"},
     {XLA_FFI_DataType_S64, "int64"},
     {XLA_FFI_DataType_S32, "int32"},
     {XLA_FFI_DataType_S16, "int16"},

@@ -63,8 +63,13 @@ void ReadKvCache(CallReader* call, std::string_view rows_operand, const TokenRow
                          ffi::S8, ffi::U8};
   // Rows that are packed already are copied: their columns are elements of the cache.
   const bool is_packed = rows.dtype == DType::kInt4;
-  const DType key_dtype = StorageOf(call, "kv_cache");
-  const DType value_dtype = value_cache.has_value() ? StorageOf(call, "value_cache") : key_dtype;
+  const bool are_fractions = call->Integer("e2m1", 0) != 0;
+  const auto storage_of = [&](std::string_view name) {
+    const DType dtype = StorageOf(call, name);
+    return are_fractions && dtype == DType::kInt4 ? DType::kFloat4E2M1 : dtype;
+  };
+  const DType key_dtype = storage_of("kv_cache");
+  const DType value_dtype = value_cache.has_value() ? storage_of("value_cache") : key_dtype;
   if (call->error().failure()) return;
   const int64_t key_columns = is_packed ? rows.head_size : ElementsOf(key_dtype, rows.head_size);
   const int64_t value_columns =
@@ -74,15 +79,15 @@ void ReadKvCache(CallReader* call, std::string_view rows_operand, const TokenRow
   } else {
     call->Operand("kv_cache", dtypes, {});
   }
-  const bool is_integer = key_dtype == DType::kInt8 || key_dtype == DType::kInt4;
-  if (is_integer && !IsQuantized(rows.dtype)) {
+  const bool may_mix = key_dtype == DType::kInt8 || Is4Bit(key_dtype);
+  if (may_mix && !IsQuantized(rows.dtype)) {
     call->Operand("value_cache", {ffi::S8, ffi::U8}, {});
   } else {
     call->Operand("value_cache", {kv_cache.element_type()}, {});
   }
   if (call->error().failure()) return;
   const auto is_odd = [&](DType dtype, int64_t size) {
-    return dtype == DType::kInt4 && !is_packed && size % 2 != 0;
+    return Is4Bit(dtype) && !is_packed && size % 2 != 0;
   };
   if (is_odd(key_dtype, rows.head_size)) call->Refuse("kv_cache", "have an even head_size");
   if (value_cache.has_value() && is_odd(value_dtype, p->value_head_size)) {
@@ -148,39 +153,89 @@ void ReadKvCache(CallReader* call, std::string_view rows_operand, const TokenRow
   p->num_kv_heads = layout.num_kv_heads;
 }
 
+// k_scale or v_scale of a cache: one of the two, or neither.
+struct CacheScales {
+  KvScales rows;
+  GroupScales groups;
+};
+
 // Reads k_scale or v_scale of a cache that has been read. Kernels use it if the cache is quantized.
-// Attributes NAME_block_stride, NAME_position_stride and NAME_head_stride come with a strided
-// array, which is one-dimensional memory here.
+// With four dimensions, the last counts groups of a row. A strided array is one-dimensional memory
+// here; attributes NAME_block_stride, NAME_position_stride and NAME_head_stride come with it, and
+// NAME_groups and NAME_group_stride if it has groups.
+//   global: the name of the scale of all positions; dtype, row_size: of K, or of V
 template <typename Params>
-KvScales ReadScales(CallReader* call, std::string_view name, const Params& p) {
+CacheScales ReadScales(CallReader* call, std::string_view name, std::string_view global,
+                       DType dtype, int64_t row_size, const Params& p) {
   const auto array = call->Find(name);
-  if (!array.has_value()) return {};
-  const size_t rank = array->dimensions().size();
-  const auto attribute = [&](const char* stride) { return std::string(name) + stride; };
-  KvScales scales = {};
-  if (rank == 1 && call->Has(attribute("_block_stride").c_str())) {
-    scales.data = call->Operand<float>(name, {ffi::F32}, {{kAnySize}});
-    scales.block_stride = call->Integer(attribute("_block_stride").c_str());
-    scales.position_stride = call->Integer(attribute("_position_stride").c_str());
-    scales.head_stride = call->Integer(attribute("_head_stride").c_str());
-    const KvLayout layout = {p.num_blocks,        p.block_size,           p.num_kv_heads,
-                             scales.block_stride, scales.position_stride, scales.head_stride,
+  const float* const global_scale = call->template Operand<float>(global, {ffi::F32}, {{}, {1}});
+  if (!array.has_value()) {
+    if (global_scale != nullptr) call->Fail(global, " must come with ", name);
+    return {};
+  }
+  const auto dims = array->dimensions();
+  const auto attribute = [&](const char* of) { return call->Integer(std::string(name) + of); };
+  const bool is_strided = dims.size() == 1 && call->Has(std::string(name) + "_block_stride");
+  KvScales rows = {};
+  int64_t num_groups = 0, group_stride = 1;
+  if (is_strided) {
+    rows = {nullptr, attribute("_block_stride"), attribute("_position_stride"),
+            attribute("_head_stride")};
+    if (call->Has(std::string(name) + "_groups")) {
+      num_groups = attribute("_groups");
+      group_stride = attribute("_group_stride");
+    }
+  } else if (dims.size() >= 3) {
+    num_groups = dims.size() == 4 ? dims[3] : 0;
+    rows.head_stride = std::max<int64_t>(num_groups, 1);
+    rows.position_stride = p.num_kv_heads * rows.head_stride;
+    rows.block_stride = p.block_size * rows.position_stride;
+  } else if (dims.size() == 1 && array->element_count() > 1) {
+    rows.head_stride = 1;  // elsewhere one scale is for all: every stride is 0
+  }
+  const bool has_groups = num_groups > 0 || dims.size() == 4;
+  const DTypes dtypes = {ffi::F32, ffi::F16, ffi::BF16, ffi::F8E4M3FN, ffi::F8E8M0FNU};
+  if (is_strided && has_groups) {
+    call->Operand(name, dtypes, {{kAnySize}});
+  } else if (is_strided) {
+    call->Operand(name, {ffi::F32}, {{kAnySize}});
+  } else if (has_groups) {
+    call->Operand(name, dtypes, {{p.num_blocks, p.block_size, p.num_kv_heads, kAnySize}});
+  } else {
+    call->Operand(name, {ffi::F32},
+                  {{}, {1}, {p.num_kv_heads}, {p.num_blocks, p.block_size, p.num_kv_heads}});
+  }
+  if (global_scale != nullptr && !has_groups) call->Refuse(name, "have groups with ", global);
+  // A byte of 4-bit numbers belongs to one group.
+  const int64_t unit = Is4Bit(dtype) ? 2 : 1;
+  if (has_groups && (num_groups < 1 || row_size % (num_groups * unit) != 0)) {
+    call->Refuse(name, "have groups of one size, which is a multiple of ", unit, ", in a row of ",
+                 row_size, " numbers; there are ", num_groups);
+  }
+  if (call->error().failure()) return {};
+  if (is_strided) {
+    const KvLayout layout = {p.num_blocks,      p.block_size,         p.num_kv_heads,
+                             rows.block_stride, rows.position_stride, rows.head_stride,
                              /*value_offset=*/0};
-    if (!layout.Fits(static_cast<int64_t>(array->element_count()), 1, 1, 0)) {
+    const auto num_elements = static_cast<int64_t>(array->element_count());
+    const int64_t last_group = std::max<int64_t>(num_groups - 1, 0);
+    const bool are_near = last_group == 0 || group_stride <= num_elements / last_group;
+    if (!are_near || !layout.Fits(num_elements, 1, last_group * group_stride + 1, 0)) {
       call->Refuse(name, "have room for num_blocks=", p.num_blocks, ", block_size=", p.block_size,
                    " and num_kv_heads=", p.num_kv_heads, " with its strides");
+      return {};
     }
-    return scales;
   }
-  scales.data = call->Operand<float>(
-      name, {ffi::F32}, {{}, {1}, {p.num_kv_heads}, {p.num_blocks, p.block_size, p.num_kv_heads}});
-  // One scale for all: every stride is 0.
-  if (rank == 3 || (rank == 1 && array->element_count() > 1)) scales.head_stride = 1;
-  if (rank == 3) {
-    scales.block_stride = p.block_size * p.num_kv_heads;
-    scales.position_stride = p.num_kv_heads;
+  const bool is_float32 = array->element_type() == ffi::F32;
+  if (!has_groups || (num_groups == 1 && is_float32 && global_scale == nullptr)) {
+    rows.data = static_cast<const float*>(array->untyped_data());
+    return {rows, {}};
   }
-  return scales;
+  const DType scale_dtype =
+      array->element_type() == ffi::F8E8M0FNU ? DType::kFloat8E8M0 : StorageOf(call, name);
+  return {{},
+          {array->untyped_data(), scale_dtype, num_groups, row_size / num_groups, rows.block_stride,
+           rows.position_stride, rows.head_stride, group_stride, global_scale}};
 }
 
 }  // namespace xla_gpu

@@ -3,8 +3,8 @@
 #include <vector>
 
 #include "cpu/heads.h"
+#include "group_scales.h"
 #include "run.h"
-#include "scales.h"
 
 #ifdef __SSE2__
 #include <emmintrin.h>
@@ -61,6 +61,16 @@ void QuantizeToInt4(void* to, const void* from, int64_t count, float divisor) {
   }
 }
 
+template <typename From>
+void QuantizeToE2M1(void* to, const void* from, int64_t count, float divisor) {
+  const From* numbers = static_cast<const From*>(from);
+  for (int64_t i = 0; i < count; i += 2) {
+    const uint32_t low = Float4E2M1CodeOf(ToFloat(numbers[i]) / divisor);
+    const uint32_t high = Float4E2M1CodeOf(ToFloat(numbers[i + 1]) / divisor);
+    static_cast<uint8_t*>(to)[i / 2] = static_cast<uint8_t>(low | high << 4);
+  }
+}
+
 using Quantizer = void (*)(void* to, const void* from, int64_t count, float divisor);
 
 template <typename From>
@@ -72,6 +82,8 @@ Quantizer QuantizerFrom(DType to) {
       return Quantize<From, Float8E5M2>;
     case DType::kInt4:
       return QuantizeToInt4<From>;
+    case DType::kFloat4E2M1:
+      return QuantizeToE2M1<From>;
     default:
       return Quantize<From, int8_t>;
   }
@@ -103,8 +115,15 @@ float LargestMagnitude(const void* row, int64_t count) {
 class Rounder {
  public:
   // `made`: where the scales are written if the call makes them, else null.
-  Rounder(DType from, DType to, int64_t count, const KvScales& scales, float* made)
-      : quantize_(QuantizerFor(from, to)), to_(to), count_(count), scales_(scales), made_(made) {
+  Rounder(DType from, DType to, int64_t count, const KvScales& scales, float* made,
+          const ScalesOfGroups& groups)
+      : quantize_(QuantizerFor(from, to)),
+        from_(from),
+        to_(to),
+        count_(count),
+        scales_(scales),
+        made_(made),
+        groups_(groups) {
     largest_magnitude_ =
         WithTensorType(from, [](auto type) { return &LargestMagnitude<decltype(type)>; });
   }
@@ -113,6 +132,7 @@ class Rounder {
 
   // Writes the row of a kv head.
   void Write(const void* from, int64_t block, int64_t in_block, int64_t head, void* to) const {
+    if (groups_.AreUsed()) return WriteGroups(from, groups_.Offset(block, in_block, head, 0), to);
     if (made_ == nullptr) {
       return quantize_(to, from, count_, DivisorOf(scales_.At(block, in_block, head)));
     }
@@ -123,12 +143,30 @@ class Rounder {
   }
 
  private:
+  // `first`: the offset of the scale of the first group.
+  void WriteGroups(const void* from, int64_t first, void* to) const {
+    const int64_t size = groups_.Size(), num_bytes = size * SizeOf(from_);
+    const int64_t written_bytes = ElementsOf(to_, size);  // of 8 or 4 bits
+    for (int64_t i = 0; i < groups_.Count(); ++i) {
+      const char* const group = static_cast<const char*>(from) + i * num_bytes;
+      char* const place = static_cast<char*>(to) + i * written_bytes;
+      const int64_t offset = first + groups_.Offset(0, 0, 0, i);
+      if (groups_.AreMade() && !groups_.Make(largest_magnitude_(group, size), offset)) {
+        std::memset(place, 0, written_bytes);
+      } else {
+        quantize_(place, group, size, groups_.DivisorAt(offset));
+      }
+    }
+  }
+
   const Quantizer quantize_;  // null where the dtypes are equal
   float (*largest_magnitude_)(const void* row, int64_t count);
+  const DType from_;
   const DType to_;
   const int64_t count_;
   const KvScales scales_;
   float* const made_;
+  const ScalesOfGroups groups_;
 };
 
 }  // namespace
@@ -146,10 +184,14 @@ void RunOnCpu(const Params& p, const Executor& executor) {
   const bool is_parallel = executor.num_threads > 1 && num_bytes + query_bytes >= kMinParallelBytes;
   const int64_t num_parts = is_parallel ? kPartsPerThread * executor.num_threads : 1;
   const auto copy = num_bytes < kMinStreamedBytes ? Copy : CopyPastCaches;
-  const Rounder keys(RowDType(p, p.hadamard.has_keys, p.cache_dtype), p.cache_dtype, p.head_size,
-                     p.k_scale, p.k_scale_cache);
-  const Rounder values(RowDType(p, p.hadamard.has_values, p.value_cache_dtype), p.value_cache_dtype,
-                       p.value_head_size, p.v_scale, p.v_scale_cache);
+  const Rounder keys(
+      RowDType(p, p.hadamard.has_keys, p.cache_dtype), p.cache_dtype, p.head_size, p.k_scale,
+      p.k_scale_cache,
+      ScalesOfGroups(p.k_groups, p.cache_dtype, p.rounds_scales_up, p.k_group_cache));
+  const Rounder values(
+      RowDType(p, p.hadamard.has_values, p.value_cache_dtype), p.value_cache_dtype,
+      p.value_head_size, p.v_scale, p.v_scale_cache,
+      ScalesOfGroups(p.v_groups, p.value_cache_dtype, p.rounds_scales_up, p.v_group_cache));
   ParallelFor(executor, num_parts, [&](int64_t part) {
     Heads heads(p);
     for (int64_t token = 0; token < p.num_tokens; ++token) {

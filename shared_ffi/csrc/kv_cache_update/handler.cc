@@ -100,22 +100,36 @@ void ReadHadamard(CallReader* call, Params* p) {
   }
 }
 
-// Reads `scale`, or `scale_cache` in its place, whose scales the call makes: they are written to
-// `*made`, which is null otherwise.
-KvScales ReadOrMakeScales(CallReader* call, std::string_view scale, std::string_view scale_cache,
-                          const Params& p, float** made) {
-  if (!call->Find(scale_cache).has_value()) return ReadScales(call, scale, p);
+// The scales of K, or of V: given, or made by the call.
+struct Scales {
+  CacheScales read;
+  float* made;        // read.rows.data, where the call makes them; else null
+  void* made_groups;  // read.groups.data likewise
+};
+
+// Reads `scale`, or `scale_cache` in its place, whose scales the call makes.
+//   dtype, row_size: of K, or of V, in the cache
+Scales ReadOrMakeScales(CallReader* call, std::string_view scale, std::string_view scale_cache,
+                        std::string_view global, DType dtype, int64_t row_size, const Params& p) {
+  if (!call->Find(scale_cache).has_value()) {
+    return {ReadScales(call, scale, global, dtype, row_size, p), nullptr, nullptr};
+  }
   if (call->Find(scale).has_value()) call->Fail(scale, " must not come with ", scale_cache);
   if (p.dtype == p.cache_dtype) call->Refuse(scale_cache, "come with a cache of fewer bits");
-  const KvScales scales = ReadScales(call, scale_cache, p);
+  const CacheScales scales = ReadScales(call, scale_cache, global, dtype, row_size, p);
   if (call->error().failure()) return {};
-  if ((p.num_blocks > 1 && scales.block_stride == 0) ||
-      (p.block_size > 1 && scales.position_stride == 0) ||
-      (p.num_kv_heads > 1 && scales.head_stride == 0)) {
+  void* const data = call->Find(scale_cache)->untyped_data();
+  const bool have_groups = scales.groups.data != nullptr;
+  const auto& [rows, groups] = scales;
+  const auto repeats = [](int64_t size, int64_t stride) { return size > 1 && stride == 0; };
+  if (repeats(p.num_blocks, have_groups ? groups.block_stride : rows.block_stride) ||
+      repeats(p.block_size, have_groups ? groups.position_stride : rows.position_stride) ||
+      repeats(p.num_kv_heads, have_groups ? groups.head_stride : rows.head_stride) ||
+      repeats(groups.num_groups, groups.group_stride)) {
     call->Refuse(scale_cache, "have a scale for each position");
   }
-  *made = static_cast<float*>(call->Find(scale_cache)->untyped_data());
-  return scales;
+  if (have_groups) return {scales, nullptr, data};
+  return {scales, static_cast<float*>(data), nullptr};
 }
 
 ffi::Error MakeParams(const ffi::RemainingArgs& operands, const ffi::RemainingRets& results,
@@ -149,8 +163,15 @@ ffi::Error MakeParams(const ffi::RemainingArgs& operands, const ffi::RemainingRe
   if (p->num_kv_heads != keys.num_heads) {
     call.Refuse("kv_cache", "have key's num_kv_heads=", keys.num_heads);
   }
-  p->k_scale = ReadOrMakeScales(&call, "k_scale", "k_scale_cache", *p, &p->k_scale_cache);
-  p->v_scale = ReadOrMakeScales(&call, "v_scale", "v_scale_cache", *p, &p->v_scale_cache);
+  const Scales k = ReadOrMakeScales(&call, "k_scale", "k_scale_cache", "k_global", p->cache_dtype,
+                                    p->head_size, *p);
+  const Scales v = ReadOrMakeScales(&call, "v_scale", "v_scale_cache", "v_global",
+                                    p->value_cache_dtype, p->value_head_size, *p);
+  p->k_scale = k.read.rows, p->k_groups = k.read.groups;
+  p->v_scale = v.read.rows, p->v_groups = v.read.groups;
+  p->k_scale_cache = k.made, p->k_group_cache = k.made_groups;
+  p->v_scale_cache = v.made, p->v_group_cache = v.made_groups;
+  p->rounds_scales_up = call.Integer("round_scales_up", 0) != 0;
   ReadRotary(&call, keys, key_dtype, &p->rotary);
   ReadHadamard(&call, p);
   ReadQuery(&call, keys, key_dtype, p);
@@ -197,6 +218,9 @@ ffi::Error OnCuda(ffi::RemainingArgs operands, ffi::RemainingRets results,
                   const ffi::Dictionary& attributes, void* stream) {
   Params params;
   XLA_GPU_RETURN_IF_ERROR(MakeParams(operands, results, attributes, &params));
+  if (params.NeedsCpu()) {
+    return ErrorOf(kOp, "kv_cache must have neither codes of e2m1 nor scales of groups on CUDA");
+  }
   return Launched(kOp, RunOnCuda(params, stream));
 }
 #endif

@@ -17,7 +17,8 @@
 // stays float32 until it is rounded to the dtype that it is written in.
 //
 // The call can make the scales of the rows of K, of V or of both, from the rows that it writes
-// (scales.h), and writes each to the slot of its row.
+// (scales.h), and writes each to the slot of its row; or those of the groups of a row, which it
+// rounds to their dtype (group_scales.h).
 #pragma once
 
 #include <cstdint>
@@ -105,17 +106,28 @@ struct Params {
   int64_t value_head_size;  // 0 where V is a part of K
   DType dtype;              // of key and value
   DType cache_dtype;        // of K: the same, or one of 8 or 4 bits, to which keys are rounded
-  DType value_cache_dtype;  // of V: that of K, but for int8 beside int4
+  DType value_cache_dtype;  // of V: that of K, but for int8 beside one of 4 bits
   KvScales k_scale;         // key and value are divided by these (DivisorOf), then rounded
   KvScales v_scale;
   float* k_scale_cache;  // k_scale.data, where the call makes the scales; null: they are given
   float* v_scale_cache;  // the same of v_scale
-  void* query;           // [num_tokens, num_heads, head_size], key's dtype; null: none
-  int64_t query_stride;  // elements from one token's query to the next
-  int64_t num_heads;     // of query; 0: none
+  GroupScales k_groups;  // in the place of k_scale
+  GroupScales v_groups;
+  void* k_group_cache;    // k_groups.data, where the call makes the scales; null: they are given
+  void* v_group_cache;    // the same of v_groups
+  bool rounds_scales_up;  // to powers of two
+  void* query;            // [num_tokens, num_heads, head_size], key's dtype; null: none
+  int64_t query_stride;   // elements from one token's query to the next
+  int64_t num_heads;      // of query; 0: none
   Rotary rotary;
   Norms norms;
   Hadamard hadamard;
+
+  // Whether only the CPU has the op for these caches.
+  bool NeedsCpu() const {
+    return k_groups.data != nullptr || v_groups.data != nullptr ||
+           cache_dtype == DType::kFloat4E2M1 || value_cache_dtype == DType::kFloat4E2M1;
+  }
 
   XLA_GPU_HOST_DEVICE int64_t NumSlots() const { return num_blocks * block_size; }
 

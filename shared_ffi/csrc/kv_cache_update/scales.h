@@ -21,6 +21,8 @@ XLA_GPU_HOST_DEVICE inline float LargestNumber(DType dtype) {
       return 57344.0f;
     case DType::kInt4:
       return 7.0f;
+    case DType::kFloat4E2M1:
+      return 6.0f;
     default:
       return 127.0f;
   }

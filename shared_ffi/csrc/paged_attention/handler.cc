@@ -47,8 +47,12 @@ ffi::Error MakeParams(CallReader* call, size_t num_scratch, Params* p) {
   ReadFeatures(call, kTokenPairs, p);
   XLA_GPU_RETURN_IF_ERROR(call->error());
   p->max_blocks_per_seq = call->Find("block_tables")->dimensions()[1];
-  p->k_scale = ReadScales(call, "k_scale", *p);
-  p->v_scale = ReadScales(call, p->is_latent ? "k_scale" : "v_scale", *p);
+  const CacheScales k = ReadScales(call, "k_scale", "k_global", p->cache_dtype, p->head_size, *p);
+  const CacheScales v = p->is_latent ? k
+                                     : ReadScales(call, "v_scale", "v_global", p->value_cache_dtype,
+                                                  p->value_head_size, *p);
+  p->k_scale = k.rows, p->k_groups = k.groups;
+  p->v_scale = v.rows, p->v_groups = v.groups;
   return ReadResults(call, num_scratch, p);
 }
 
@@ -77,6 +81,9 @@ ffi::Error OnCuda(ffi::RemainingArgs operands, ffi::RemainingRets results,
     call.Refuse("query", "have num_tokens * num_heads below 2**31");
   }
   if (params.block_size > INT32_MAX) call.Refuse("kv_cache", "have a block_size below 2**31");
+  if (params.NeedsFloat32Rows()) {
+    call.Refuse("kv_cache", "have neither codes of e2m1 nor scales of groups on CUDA");
+  }
   Scratch scratch;
   const int64_t num_bytes = MakeScratch(params, nullptr, &scratch);
   void* memory = call.Result(call.num_results() - 1, "scratch", {ffi::U8}, {{num_bytes}});

@@ -23,7 +23,8 @@
 // number of bidirectional_ranges[token] up to the second, if that is larger. There are no tree
 // masks then.
 //
-// A quantized cache holds k / k_scale and v / v_scale.
+// A quantized cache holds k / k_scale and v / v_scale. Scales of groups are multiplied by the
+// global scale first.
 //
 // Where V is a part of K (multi-head latent attention), v_j is the first value_head_size numbers of
 // k_j, and v_scale is k_scale. Elsewhere value_head_size is head_size, or less where V is an array
@@ -173,7 +174,16 @@ struct Params {
 
   DType dtype;              // of query and output
   DType cache_dtype;        // of K: that, or one of 8 or 4 bits
-  DType value_cache_dtype;  // of V: that of K, but for int8 beside int4
+  DType value_cache_dtype;  // of V: that of K, but for int8 beside one of 4 bits
+
+  GroupScales k_groups;  // in the place of k_scale
+  GroupScales v_groups;
+
+  // Whether rows of K or V have to be multiplied by scales before the products.
+  bool NeedsFloat32Rows() const {
+    return k_groups.data != nullptr || v_groups.data != nullptr ||
+           cache_dtype == DType::kFloat4E2M1 || value_cache_dtype == DType::kFloat4E2M1;
+  }
 
   // Whether all positions of a quantized cache have the same scales, for each kv head.
   XLA_GPU_HOST_DEVICE bool ScalesAreUniform() const {

@@ -37,6 +37,13 @@ XLA_GPU_INLINE Lanes WidenInt8(Bytes x) {
   return (Lanes)_mm512_maskz_cvtepi32_ps(0xffff, _mm512_maskz_cvtepi8_epi32(0xffff, (__m128i)x));
 }
 
+// The bytes of a table that these bytes, from 0 to 15, are the indices of.
+XLA_GPU_INLINE Bytes16 LookUp(Bytes16 table, Bytes16 indices) {
+  return (Bytes16)_mm_shuffle_epi8((__m128i)table, (__m128i)indices);
+}
+
+XLA_GPU_INLINE void WidenInt8(Bytes16 x, Lanes (&to)[1]) { to[0] = WidenInt8((Bytes)x); }
+
 XLA_GPU_INLINE Lanes WidenHalf(HalfWords x) {
   return (Lanes)_mm512_maskz_cvtph_ps(0xffff, (__m256i)x);
 }

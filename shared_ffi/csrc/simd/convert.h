@@ -58,6 +58,41 @@ XLA_GPU_INLINE Lanes ToFloats(Bytes bytes, Float8E4M3) {
 
 XLA_GPU_INLINE Lanes ToFloats(Bytes x, int8_t) { return WidenInt8(x); }
 
+XLA_GPU_INLINE Lanes ToFloats(Bytes bytes, Float8E8M0) {
+  const Words x = Widen(WidenBytes(bytes) & 0xff), zero = x ^ x;
+  const Words finite = x == 0 ? zero + 0x00400000 : x << 23;  // 2^-127 is subnormal
+  return BitCast<Lanes>(x == 255 ? zero + 0x7fc00000 : finite);
+}
+
+// The numbers of a row of T.
+template <typename T, typename = void>
+struct NumbersOf {
+  XLA_GPU_INLINE static float At(const void* row, int64_t i) {
+    return ToFloat(static_cast<const T*>(row)[i]);
+  }
+  // Loads 16 from the i-th on.
+  XLA_GPU_INLINE static void LoadBlock(const void* row, int64_t i, Lanes (&to)[16 / kLanes]) {
+#pragma GCC unroll 4
+    for (Lanes& lanes : to) {
+      lanes = ToFloats(Load<Stored<T>>(static_cast<const T*>(row) + i), T());
+      i += kLanes;
+    }
+  }
+};
+
+// The same of pairs of codes, in their units. A block begins at an even number.
+template <typename Codes>
+struct NumbersOf<Codes, std::void_t<decltype(Codes::kNumbers)>> {
+  XLA_GPU_INLINE static float At(const void* row, int64_t i) {
+    return Codes::kNumbers[static_cast<const uint8_t*>(row)[i / 2] >> (i % 2 * 4) & 15];
+  }
+  XLA_GPU_INLINE static void LoadBlock(const void* row, int64_t i, Lanes (&to)[16 / kLanes]) {
+    const auto pairs = LoadPart<Bytes16>(static_cast<const char*>(row) + i / 2, 8);
+    const Bytes16 codes = Interleave(pairs & 15, pairs >> 4);
+    WidenInt8(LookUp(Load<Bytes16>(Codes::kNumbers), codes), to);
+  }
+};
+
 // LoadRows, converted to float; `count` numbers of each row exist.
 template <typename T, int kRows>
 XLA_GPU_INLINE Lanes LoadWideRows(const void* const (&rows)[kRows], int64_t count) {

@@ -38,6 +38,13 @@ XLA_GPU_INLINE void Store(const V& from, void* to) {
 // Loads the first num_bytes of a vector; the rest is zero.
 template <typename V>
 XLA_GPU_INLINE V LoadPart(const void* from, int64_t num_bytes) {
+  // A part is stored and loaded again as a whole, which waits for the store. Not so these.
+  if constexpr (sizeof(V) == 16) {
+    if (num_bytes == 8) return BitCast<V>(WordPair{Load<uint64_t>(from), 0});
+    if (num_bytes == 4) return BitCast<V>(WordPair{Load<uint32_t>(from), 0});
+  } else if constexpr (sizeof(V) == 8) {
+    if (num_bytes == 4) return BitCast<V>(uint64_t{Load<uint32_t>(from)});
+  }
   V to = {};
   std::memcpy(&to, from, num_bytes);
   return to;
@@ -63,19 +70,29 @@ XLA_GPU_INLINE Mask LanesIn(int64_t begin, int64_t end) {
   return (indices >= static_cast<int32_t>(begin)) & (indices < static_cast<int32_t>(end));
 }
 
-// Lane i of the result is lane From::Of(i) of a, or lane From::Of(i) - kLanes of b.
-template <typename From, int... i>
-XLA_GPU_INLINE Words Shuffle(Words a, Words b, std::integer_sequence<int, i...>) {
+// Lane i of the result is lane From::Of(i) of a, or lane From::Of(i) - (lanes of a) of b.
+template <typename From, typename V, int... i>
+XLA_GPU_INLINE V Shuffle(V a, V b, std::integer_sequence<int, i...>) {
 #if defined(__clang__) || __GNUC__ >= 12
   return __builtin_shufflevector(a, b, From::Of(i)...);
 #else
-  return __builtin_shuffle(a, b, Words{static_cast<uint32_t>(From::Of(i))...});
+  return __builtin_shuffle(a, b,
+                           V{static_cast<std::remove_reference_t<decltype(a[0])>>(From::Of(i))...});
 #endif
 }
 
 template <typename From>
 XLA_GPU_INLINE Words Shuffle(Words a, Words b) {
   return Shuffle<From>(a, b, std::make_integer_sequence<int, kLanes>());
+}
+
+struct InTurns {
+  static constexpr int Of(int i) { return i / 2 + i % 2 * 16; }
+};
+
+// The first 8 bytes of both vectors in turns.
+XLA_GPU_INLINE Bytes16 Interleave(Bytes16 a, Bytes16 b) {
+  return Shuffle<InTurns>(a, b, std::make_integer_sequence<int, 16>());
 }
 
 template <int kDistance>

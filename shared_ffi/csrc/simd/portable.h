@@ -41,6 +41,23 @@ XLA_GPU_INLINE HalfWords NarrowToHalf(Lanes x) {
   return narrow;
 }
 
+// The bytes of a table that these bytes, from 0 to 15, are the indices of.
+XLA_GPU_INLINE Bytes16 LookUp(Bytes16 table, Bytes16 indices) {
+  uint8_t from[16], numbers[16];
+  memcpy(from, &table, 16);
+  memcpy(numbers, &indices, 16);
+  for (uint8_t& number : numbers) number = from[number];
+  memcpy(&indices, numbers, 16);
+  return indices;
+}
+
+// All of 16 signed bytes to float.
+XLA_GPU_INLINE void WidenInt8(Bytes16 x, Lanes (&to)[16 / kLanes]) {
+  Bytes parts[16 / kLanes];
+  memcpy(parts, &x, 16);
+  for (int i = 0; i < 16 / kLanes; ++i) to[i] = WidenInt8(parts[i]);
+}
+
 // x - 0.5, rounded to an integer n and kept as 1.5 * 2^23 + n, whose low bits are n's.
 XLA_GPU_INLINE Lanes ShiftedFloor(Lanes x) { return x - 0.5f + 12582912.0f; }
 

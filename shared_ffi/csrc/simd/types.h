@@ -25,6 +25,10 @@ typedef int16_t SignedHalfWords __attribute__((vector_size(2 * kLanes)));
 typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
 typedef int8_t SignedBytes __attribute__((vector_size(kLanes)));
 
+// As many bytes as an instruction looks up in a table of 16.
+typedef uint8_t Bytes16 __attribute__((vector_size(16)));
+typedef uint64_t WordPair __attribute__((vector_size(16)));
+
 // A dot product is the sum of kChains chains of multiply-adds. With AVX-512 a register has room for
 // the chains of two: adding up 16 chains would take an eighth to a quarter of the time.
 constexpr int kChains = kLanes < 8 ? kLanes : 8;

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from harness.arrays import CODES
 from harness.layouts import LATENT_LAYOUTS, LAYOUTS, SEPARATE_LAYOUTS
-from tests.cases.case import Case
+from tests.cases.case import Case, Groups
 from tests.cases.updates import UpdateCase
 from tests.cases.varlen import VarlenCase
 
@@ -108,6 +109,9 @@ def _from_json(found: dict[str, Any]) -> Trial:
     ):
         if name in case_fields:
             case_fields[name] = tuple(case_fields[name])
+    if case_fields.get("groups"):
+        groups = case_fields["groups"]
+        case_fields["groups"] = Groups(**groups | {"of": tuple(groups["of"])})
     case: Any = _CASES[found["op"]](**case_fields)
     changes = tuple(
         Change(x["name"], x["value"], None if x["index"] is None else tuple(x["index"]))
@@ -126,10 +130,14 @@ def is_consistent(trial: Trial) -> bool:
         return False
     dtypes = (case.cache_dtype, case.value_cache_dtype or case.cache_dtype)
     sizes = (case.head_size, case.own_value_head_size or case.head_size)
-    if any(x == "int4" and size % 2 != 0 for x, size in zip(dtypes, sizes, strict=True)):
+    if any(x in CODES and size % 2 != 0 for x, size in zip(dtypes, sizes, strict=True)):
+        return False
+    if case.groups is not None and case.cache_dtype is None:
+        return False
+    if case.groups is not None and any(size % case.groups.size != 0 for size in sizes):
         return False
     if dtypes[0] != dtypes[1] and (
-        {*dtypes} != {"int8", "int4"} or case.kv_layout not in SEPARATE_LAYOUTS
+        {*dtypes} not in ({"int8", x} for x in CODES) or case.kv_layout not in SEPARATE_LAYOUTS
     ):
         return False
     is_latent = case.is_latent if isinstance(case, UpdateCase) else case.value_head_size is not None

@@ -116,6 +116,30 @@ def four_bits():
         assert made[x].count_nonzero() > 0
 
 
+def groups():
+    values = torch.zeros(6, 4, 4, 8, dtype=torch.uint8)
+    scales = torch.zeros(6, 4, 4, 4).to(torch.float8_e4m3fn)
+    keys, ones = values.clone(), scales.clone()
+    caches, whole_global = (keys, values, ones, scales), torch.tensor(0.5)
+
+    def part(x):  # gloo sends no float8
+        return x.chunk(2, 2)[rank].clone(memory_format=torch.contiguous_format)
+
+    k, v, s, t = (DTensor.from_local(part(x), mesh, [Shard(2)]) for x in caches)
+    ops.kv_cache_update(keys, key, value, slots, value_cache=values, k_scale_cache=ones,
+        v_scale_cache=scales, k_global=whole_global, codes="e2m1")
+    ops.kv_cache_update(k, on(1, key), on(1, value), on(None, slots), value_cache=v,
+        k_scale_cache=s, v_scale_cache=t, k_global=on(None, whole_global), codes="e2m1")
+    for sharded, x in zip((k, v, s, t), caches):
+        assert torch.equal(sharded.to_local().view(torch.uint8), part(x).view(torch.uint8))
+        assert x.view(torch.uint8).count_nonzero() > 0
+    expected = ops.paged_attention(query, keys, *metadata, 0.25, value_cache=values,
+        k_scale=ones, v_scale=scales, k_global=whole_global, codes="e2m1")
+    result = ops.paged_attention(on(1, query), k, *whole, 0.25, value_cache=v,
+        k_scale=s, v_scale=t, k_global=on(None, whole_global), codes="e2m1")
+    same(result, expected, 1)
+
+
 def rotated_update():
     table, positions = torch.randn(9, 16), torch.tensor([8, 0, 3])
     for heads in (4, 1):
@@ -246,7 +270,8 @@ modes = [torch.no_grad, torch.inference_mode]
 for mode in modes if first == "torch_frontend" else modes[::-1]:
     with mode():
         whole = [on(None, x) for x in metadata]
-        for check in (attention, options, one_kv_head, update, rotated_update, four_bits, others):
+        for check in (attention, options, one_kv_head, update, rotated_update, four_bits, groups,
+                others):
             check()
 whole = [on(None, x) for x in metadata]
 if first == "torch_frontend":

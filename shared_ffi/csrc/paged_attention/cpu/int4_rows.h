@@ -2,23 +2,18 @@
 // of int4 so gives the bits that one of int8 with the same numbers gives.
 #pragma once
 
-#include "mask.h"
+#include "float_rows.h"
 
 namespace xla_gpu::paged_attention {
 namespace {
 
-// Where K, or V, of a kv head lies at each position of a KV tile: `offset` bytes from there.
-struct RowPlaces {
-  const char* const* positions;  // [kMaxTile]
-  int64_t offset;
-};
-
 // Memory for K, or V, of a KV tile and a kv head.
 class Int4Rows {
  public:
-  // `row_size`: numbers of a row. Nothing is expanded unless dtype is int4.
-  Int4Rows(DType dtype, int64_t row_size, Arena* arena)
-      : num_pairs_(dtype == DType::kInt4 ? ElementsOf(dtype, row_size) : 0) {
+  // `row_size`: numbers of a row. Nothing is expanded unless dtype is int4 and rows stay integers.
+  Int4Rows(const Params& p, DType dtype, int64_t row_size, Arena* arena)
+      : num_pairs_(dtype == DType::kInt4 && !p.NeedsFloat32Rows() ? ElementsOf(dtype, row_size)
+                                                                  : 0) {
     if (!AreUsed()) return;
     const int64_t stride = RoundUp(2 * num_pairs_, kCacheLineBytes);
     char* const rows = arena->Take<char>(kMaxTile * stride);

@@ -4,7 +4,8 @@
 //   mask.h             which positions of a KV tile a row attends to
 //   page_table.h       where their K and V lie
 //   prefetch.h         the next tile is prefetched while the current one is read
-//   int4_rows.h        K and V of 4 bits become those of 8 bits, tile by tile
+//   float_rows.h       K and V with scales of groups become float32, tile by tile
+//   int4_rows.h        other K and V of 4 bits become those of 8 bits
 //   kv_rows.h          K and V of a tile, in the cache or packed
 //   qk.h               q . k, a block of rows by some positions at a time
 //   softmax.h          the online softmax
@@ -85,10 +86,11 @@ class ItemKernel {
   void AttendToTile(int64_t head, const KvTile& tile) {
     const int64_t first = head * rows_.per_head;
     Prefetcher next = pages_.PrefetcherOf(head, num_passes_);
-    const CachedRows<T> k{pages_.Keys(head)}, v{pages_.Values(head)};
     if (!is_packed_) {
+      const CachedRows<T> k{pages_.Keys(head)};
       MultiplyCachedKeys(rows_, &queries_, mask_, tile, head, k, softmax_.weights(), &next);
       softmax_.template Apply<kCachedRows>(tile, head, sums_.States(first));
+      const CachedRows<T> v{pages_.Values(head)};
       AddValues<kCachedRows>(rows_, mask_, tile, softmax_, v, !tile.is_partial, sums_.width(),
                              sums_.Values(first), &next);
       return;
@@ -188,6 +190,7 @@ void MergeAs(const Params& p, const WorkItem& whole, Arena* arena) {
 // Calls function(T()) for the type of the cache.
 template <typename Function>
 void WithCacheType(const Params& p, const Function& function) {
+  if (p.NeedsFloat32Rows()) return function(float());
 #ifdef XLA_GPU_PAIRS_BYTES
   if (p.dtype == DType::kBFloat16) {
     if (p.cache_dtype == DType::kFloat8E4M3) return function(PairedFloat8E4M3());
@@ -206,8 +209,7 @@ void WithCacheType(const Params& p, const Function& function) {
       return function(Float8E4M3());
     case DType::kFloat8E5M2:
       return function(Float8E5M2());
-    case DType::kInt8:
-    case DType::kInt4:
+    default:
       return function(int8_t());
   }
 }

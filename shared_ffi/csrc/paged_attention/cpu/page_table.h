@@ -17,14 +17,20 @@ class PageTable {
   PageTable(const Rows& rows, int64_t tile_size, Arena* arena)
       : rows_(rows),
         tile_size_(tile_size),
-        keys_(rows.p.cache.keys, rows.p.cache.head_stride,
-              ElementsOf(rows.p.cache_dtype, rows.p.head_size)),
-        values_(rows.p.cache.values, rows.p.cache.value_head_stride,
-                ElementsOf(rows.p.value_cache_dtype, rows.p.value_head_size)),
+        element_bytes_(SizeOf(rows.p.cache_dtype)),
+        keys_(rows.p.cache.keys, element_bytes_ * rows.p.cache.head_stride,
+              element_bytes_ * ElementsOf(rows.p.cache_dtype, rows.p.head_size)),
+        values_(rows.p.cache.values, element_bytes_ * rows.p.cache.value_head_stride,
+                element_bytes_ * ElementsOf(rows.p.value_cache_dtype, rows.p.value_head_size)),
         shares_strides_(rows.p.cache.ValuesHaveStridesOfKeys()),
         value_offset_(shares_strides_ ? values_.first - keys_.first : 0),
-        int4_keys_(rows.p.cache_dtype, rows.p.head_size, arena),
-        int4_values_(rows.p.value_cache_dtype, rows.p.value_head_size, arena),
+        int4_keys_(rows.p, rows.p.cache_dtype, rows.p.head_size, arena),
+        int4_values_(rows.p, rows.p.value_cache_dtype, rows.p.value_head_size, arena),
+        float_rows_(FloatRowsOf(rows.p, arena)),
+        float_keys_(float_rows_, rows.p.cache_dtype, rows.p.head_size, rows.p.k_scale,
+                    rows.p.k_groups, arena),
+        float_values_(float_rows_, rows.p.value_cache_dtype, rows.p.value_head_size, rows.p.v_scale,
+                      rows.p.v_groups, arena),
         tile_(MakeTile(arena)),
         next_(MakeTile(arena)),
         runs_(arena->Take<Prefetcher::Run>(2 * kMaxTile + 1)) {
@@ -38,13 +44,16 @@ class PageTable {
     num_next_ = Find(position + tile_size_);
   }
 
-  // The K, and the V, of the current tile, of a kv head of the item. Rows of int4 are expanded into
-  // the memory of those of the head before.
+  // The K, and the V, of the current tile, of a kv head of the item. Rows that are expanded take
+  // the place of those of the head before, and as float32 V takes the place of K.
   RowPlaces Keys(int64_t head) const {
-    return Expanded(int4_keys_, {tile_.keys, head * keys_.head_bytes});
+    return Expanded(int4_keys_, float_keys_, {tile_.keys, head * keys_.head_bytes},
+                    {tile_.k_scales, float_keys_.ScalesOffset(0, 0, head)});
   }
   RowPlaces Values(int64_t head) const {
-    return Expanded(int4_values_, {tile_.values, head * values_.head_bytes + value_offset_});
+    return Expanded(int4_values_, float_values_,
+                    {tile_.values, head * values_.head_bytes + value_offset_},
+                    {tile_.v_scales, float_values_.ScalesOffset(0, 0, head)});
   }
 
   // Bytes of a position's rows of K and V as Keys and Values give them.
@@ -89,17 +98,19 @@ class PageTable {
   }
 
  private:
-  RowPlaces Expanded(const Int4Rows& int4_rows, const RowPlaces& places) const {
+  RowPlaces Expanded(const Int4Rows& int4_rows, const FloatRows& float_rows,
+                     const RowPlaces& places, const RowPlaces& scales) const {
+    if (std::is_same_v<T, float> && float_rows.AreUsed()) {
+      return float_rows.Expand(places, scales, num_current_);
+    }
     if (!kIs8Bit<T> || !int4_rows.AreUsed()) return places;
     return int4_rows.Expand(places, num_current_);
   }
 
   // An array of rows, in bytes.
   struct Array {
-    Array(const void* data, int64_t head_stride, int64_t row_size)
-        : first(static_cast<const char*>(data)),
-          head_bytes(head_stride * static_cast<int64_t>(sizeof(T))),
-          row_bytes(row_size * static_cast<int64_t>(sizeof(T))) {}
+    Array(const void* data, int64_t head_bytes, int64_t row_bytes)
+        : first(static_cast<const char*>(data)), head_bytes(head_bytes), row_bytes(row_bytes) {}
 
     const char* first;
     int64_t head_bytes;  // from a row of a kv head to that of the next
@@ -109,13 +120,19 @@ class PageTable {
   // The addresses of the rows of the item's first kv head. Unless V has other strides, `values` is
   // `keys`, and V lies value_offset_ bytes away from K.
   struct Tile {
-    const char** keys;    // [kMaxTile]
-    const char** values;  // [kMaxTile]
+    const char** keys;      // [kMaxTile]
+    const char** values;    // [kMaxTile]
+    const char** k_scales;  // [kMaxTile]; null: rows are not multiplied by scales
+    const char** v_scales;  // [kMaxTile]
   };
 
   Tile MakeTile(Arena* arena) const {
-    const char** keys = arena->Take<const char*>(kMaxTile);
-    return {keys, shares_strides_ ? keys : arena->Take<const char*>(kMaxTile)};
+    const auto take = [&](bool is_used) {
+      return is_used ? arena->Take<const char*>(kMaxTile) : nullptr;
+    };
+    const char** keys = take(true);
+    return {keys, shares_strides_ ? keys : take(true), take(float_keys_.HaveScales()),
+            take(float_values_.HaveScales())};
   }
 
   // Finds the rows of the next tile, which begins at `first`, up to the item's end; returns the
@@ -123,14 +140,31 @@ class PageTable {
   // get the last one's, so that whole vectors can be read.
   int64_t Find(int64_t first) {
     const KvCache& cache = rows_.p.cache;
-    const auto as_key = [](int64_t offset) { return offset; };
-    const auto as_value = [&](int64_t offset) { return cache.OffsetOfValue(offset); };
-    if (!shares_strides_) FindRows(first, values_, as_value, next_.values);
-    return FindRows(first, keys_, as_key, next_.keys);
+    const int64_t kv_head = rows_.item.first_kv_head;
+    const auto find_scales = [&](const FloatRows& float_rows, const char** found) {
+      if (!float_rows.HaveScales()) return;
+      const auto offset = [&](int64_t block, int64_t position) {
+        return float_rows.ScalesOffset(block, position, kv_head);
+      };
+      const int64_t count = FindRows(first, float_rows.FirstScales(), offset, found);
+      for (int64_t j = 0; j < count; ++j) __builtin_prefetch(found[j]);
+    };
+    find_scales(float_keys_, next_.k_scales);
+    find_scales(float_values_, next_.v_scales);
+    const auto key_offset = [&](int64_t block, int64_t position) {
+      return element_bytes_ * cache.Offset(block, position);
+    };
+    const auto value_offset = [&](int64_t block, int64_t position) {
+      return element_bytes_ * cache.OffsetOfValue(cache.Offset(block, position));
+    };
+    if (!shares_strides_) {
+      FindRows(first, values_.first + kv_head * values_.head_bytes, value_offset, next_.values);
+    }
+    return FindRows(first, keys_.first + kv_head * keys_.head_bytes, key_offset, next_.keys);
   }
 
-  template <typename ToOffset>
-  int64_t FindRows(int64_t first, const Array& array, const ToOffset& to_offset,
+  template <typename OffsetOf>
+  int64_t FindRows(int64_t first, const char* first_row, const OffsetOf& offset_of,
                    const char** found) const {
     const Params& p = rows_.p;
     const WorkItem& item = rows_.item;
@@ -138,13 +172,11 @@ class PageTable {
     const int32_t* table = p.block_tables + (has_table ? item.sequence * p.max_blocks_per_seq : 0);
     const int64_t num_positions = Larger(0, Smaller(tile_size_, item.end - first));
     if (num_positions == 0) return 0;
-    const char* const first_row = array.first + item.first_kv_head * array.head_bytes;
     const int64_t begin = Larger(first, item.begin);
     int64_t logical = begin / p.block_size, offset = begin % p.block_size;
     for (int64_t j = begin - first; j < num_positions; ++j) {
       const int64_t block = has_table ? table[logical] : p.TokenAt(item.sequence, logical);
-      found[j] =
-          first_row + to_offset(p.cache.Offset(block, offset)) * static_cast<int64_t>(sizeof(T));
+      found[j] = first_row + offset_of(block, offset);
       if (++offset == p.block_size) {
         offset = 0;
         ++logical;
@@ -157,12 +189,16 @@ class PageTable {
 
   const Rows& rows_;
   const int64_t tile_size_;
+  const int64_t element_bytes_;
   const Array keys_;
   const Array values_;
   const bool shares_strides_;  // K and V
   const int64_t value_offset_;
   const Int4Rows int4_keys_;
   const Int4Rows int4_values_;
+  char** const float_rows_;
+  const FloatRows float_keys_;
+  const FloatRows float_values_;
   Tile tile_;
   Tile next_;
   Prefetcher::Run* const runs_;  // of the last Prefetcher

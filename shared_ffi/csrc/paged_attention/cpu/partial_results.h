@@ -142,8 +142,8 @@ class SplitSums {
 
  private:
   bool FitOutput() const {
-    return std::is_same_v<T, float> && width_ == rows_.p.value_head_size && rows_.AreSideBySide() &&
-           rows_.item.HasOneSplit();
+    return std::is_same_v<T, float> && rows_.p.dtype == DType::kFloat32 &&
+           width_ == rows_.p.value_head_size && rows_.AreSideBySide() && rows_.item.HasOneSplit();
   }
 
   const Rows& rows_;

@@ -74,10 +74,10 @@ struct Rows {
 };
 
 // Calls function(Q()) for the type Q of query and output. T is the type of the cache, which has the
-// same unless it has 8 bits.
+// same unless it has 8 bits, or its rows become float32.
 template <typename T, typename Function>
 void WithQueryType(const Params& p, const Function& function) {
-  if constexpr (!kIs8Bit<T>) {
+  if constexpr (!kIs8Bit<T> && !std::is_same_v<T, float>) {
     function(T());
   } else if constexpr (Dot<T>::kPerLane == 2) {
     function(BFloat16());
