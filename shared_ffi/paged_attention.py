@@ -16,12 +16,13 @@ from shared_ffi import kv_cache as _kv_cache
 from shared_ffi import kv_layout as _kv_layout
 from shared_ffi.spec import (
     MAX_INT64,
+    NUMBERS,
     STORAGE_DTYPES,
     ArraySpec,
     Call,
+    Extremes,
     Operands,
     Scalar,
-    Smaller,
     check_array,
     check_is_on_host,
     dtype_error,
@@ -299,13 +300,13 @@ def _words(tree_mask: Any) -> np.ndarray:
     return words.astype(np.int32, order="C")
 
 
-def cuda_scratch_bytes(call: Call, smaller: Smaller = min) -> int:
+def cuda_scratch_bytes(call: Call, extremes: Extremes = NUMBERS) -> int:
     """The size of the scratch for partial results of long contexts, as ``MakeScratch`` of
     ``csrc/paged_attention/cuda/scratch.h`` computes it; the handler compares the two. Raises
     ValueError for sizes that only CUDA does not take.
 
     It follows from the shapes alone: only the device knows what the arrays hold. The numbers of
-    tokens, sequences and blocks may be symbols; `smaller` finds the smaller of two sizes.
+    tokens, sequences and blocks may be symbols.
     """
     _, kv_cache, _, block_tables, *_ = call.operands
     num_tokens, num_heads, value_head_size = call.results[0].shape
@@ -330,7 +331,7 @@ def cuda_scratch_bytes(call: Call, smaller: Smaller = min) -> int:
         max_seqs,
         max_blocks_per_seq * block_size,
         attributes,
-        smaller,
+        extremes,
     )
 
 
@@ -342,7 +343,7 @@ def scratch_bytes(
     max_seqs: int,
     longest: int,
     attributes: Mapping[str, Any],
-    smaller: Smaller,
+    extremes: Extremes,
 ) -> int:
     """The same from the sizes. `longest`: the positions of a sequence, at most."""
     sizes = _native.scratch_sizes(
@@ -352,25 +353,28 @@ def scratch_bytes(
         sliding_window=int(attributes["sliding_window"]),
         max_query_len=int(attributes.get("max_query_len", 0)),
     )
+    smaller, larger = extremes
     # Each thread block has a slot, if there is a second leaf.
     has_slots = smaller(1, longest // (sizes.leaf + 1))
-    longest = smaller(longest, sizes.max_length)
+    # With symbols, JAX took minutes to compare what depends on this bound. A program of symbols is
+    # refused by the handler for tables that have more positions.
+    if isinstance(longest, int):
+        longest = min(longest, sizes.max_length)
     groups = -(-longest // sizes.group) + 1
-    max_splits = _larger(
+    max_splits = larger(
         smaller(sizes.split_limit, -(-longest // sizes.leaf) + 1),
         smaller(sizes.max_group_splits, groups),
-        smaller,
     )
     partials_of_sequence = smaller(
-        sizes.tile_tokens * _larger(sizes.split_limit, max_splits, smaller),
+        sizes.tile_tokens * larger(sizes.split_limit, max_splits),
         sizes.max_split_tokens * max_splits,
     )
     num_partials = smaller(num_tokens * max_splits, max_seqs * partials_of_sequence)
     # The decode kernel's partial results are of leaves, or of groups.
     tokens = smaller(num_tokens, max_seqs * sizes.decode_tokens)
     leaves = smaller(-(-longest // (2 * sizes.leaf)) + 3, longest // (sizes.leaf + 1) * 4)
-    slots = _larger(tokens * smaller(groups, sizes.most_group_slots), sizes.enough_slots, smaller)
-    num_partials = _larger(num_partials, smaller(tokens * leaves, slots), smaller)
+    slots = larger(tokens * smaller(groups, sizes.most_group_slots), sizes.enough_slots)
+    num_partials = larger(num_partials, smaller(tokens * leaves, slots))
     arrivals_of_head = 1 + smaller(groups, sizes.most_runs)
     num_flags = num_tokens + num_partials + 1 + max_seqs * num_kv_heads * arrivals_of_head
     flags_bytes = sizes.flag_bytes * num_flags
@@ -379,10 +383,6 @@ def scratch_bytes(
     num_bytes = -(-num_bytes // sizes.alignment) * sizes.alignment
     num_slots = smaller(num_tokens * num_heads * max_splits, sizes.max_slots)
     return num_bytes + has_slots * num_slots * sizes.slot_bytes
-
-
-def _larger(a: int, b: int, smaller: Smaller) -> int:
-    return a + b - smaller(a, b)
 
 
 def _num_shared_heads(query: ArraySpec, cache: _kv_layout.KvLayout) -> int:

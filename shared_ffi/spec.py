@@ -30,7 +30,18 @@ MAX_INT64 = np.iinfo(np.int64).max
 Scalar = np.float32 | np.int64
 """The value of an attribute. An int64 computed from symbolic sizes is a symbol, too."""
 
-Smaller = Callable[[int, int], int]
+
+class Extremes(NamedTuple):
+    """How the smaller and the larger of two sizes are found, which may be symbols."""
+
+    smaller: Callable[[int, int], int] = min
+    larger: Callable[[int, int], int] = max
+
+
+NUMBERS = Extremes()
+"""Of sizes that are all numbers."""
+
+
 """Returns the smaller of two sizes, which may be symbols."""
 
 
@@ -72,7 +83,7 @@ class Call:
     summed: tuple[int, ...] = ()
     """The results that are sums over heads without a dimension of heads: a device that computes a
     part of the heads has a part of each sum."""
-    cuda_scratch_bytes: Callable[[Call, Smaller], int] | None = None
+    cuda_scratch_bytes: Callable[[Call, Extremes], int] | None = None
     """Computes the size of the CUDA kernels' scratch; None: they need none."""
     check_on_cuda: Callable[[Call], None] | None = None
     """Raises ValueError for what the CPU's handler takes and CUDA's does not."""
@@ -105,14 +116,14 @@ class Call:
         """Lists operands, then results, each with its dimension of heads."""
         return [*zip((*self.operands, *self.results), self.head_dims, strict=True)]
 
-    def results_on(self, platform: str, smaller: Smaller = min) -> tuple[ArraySpec, ...]:
+    def results_on(self, platform: str, extremes: Extremes = NUMBERS) -> tuple[ArraySpec, ...]:
         """Lists what the handler of a platform ("cpu", "cuda") writes: the results and, on CUDA,
         the scratch, because handlers allocate nothing there."""
         if platform == "cuda" and self.check_on_cuda is not None:
             self.check_on_cuda(self)
         if platform != "cuda" or self.cuda_scratch_bytes is None:
             return self.results
-        return (*self.results, ArraySpec((self.cuda_scratch_bytes(self, smaller),), "uint8"))
+        return (*self.results, ArraySpec((self.cuda_scratch_bytes(self, extremes),), "uint8"))
 
 
 def records_options(check: Callable[Parameters, Call]) -> Callable[Parameters, Call]:

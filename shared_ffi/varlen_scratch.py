@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 from shared_ffi import paged_attention
-from shared_ffi.spec import ArraySpec, Call, Smaller
+from shared_ffi.spec import NUMBERS, ArraySpec, Call, Extremes
 
 
-def forward_bytes(call: Call, smaller: Smaller = min) -> int:
+def forward_bytes(call: Call, extremes: Extremes = NUMBERS) -> int:
     """Lengths, K and V if these are copied, block tables where sequences continue others, then the
     scratch of ``paged_attention``. Its longest sequence is the block of positions that
     ``MakeTable`` of ``handler.cc`` makes, or all tokens."""
@@ -30,7 +30,7 @@ def forward_bytes(call: Call, smaller: Smaller = min) -> int:
         max_seqs,
         num_tokens if has_prefixes else num_tokens // 2 * 2 + 1,
         attributes,
-        smaller,
+        extremes,
     )
     copied = 0
     if len(key.shape) == 2 or len(value.shape) == 2:
@@ -45,7 +45,7 @@ def forward_bytes(call: Call, smaller: Smaller = min) -> int:
     return _lengths_bytes(call, max_seqs) + copied + tables + paged
 
 
-def backward_bytes(call: Call, smaller: Smaller = min) -> int:
+def backward_bytes(call: Call, extremes: Extremes = NUMBERS) -> int:
     """Lengths, then two numbers for each row, and one more where there are slopes."""
     num_tokens, num_heads, _ = call.results[0].shape
     max_seqs = call.operands[6].shape[0] - 1

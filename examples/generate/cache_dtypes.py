@@ -73,7 +73,7 @@ class Cache(NamedTuple):
         arrays, scales = [], []
         for dtype in (kind.keys, kind.values):
             size = head_size // (2 if dtype in (INT4, NVFP4) else 1)
-            stored = torch.uint8 if dtype == NVFP4 else dtype
+            stored = torch.uint8 if isinstance(dtype, str) else dtype
             arrays.append(torch.zeros(*shape, size, dtype=stored))
             ones = torch.ones(*shape, head_size // GROUP).to(torch.float8_e4m3fn)
             scales.append(ones if dtype == NVFP4 else torch.ones(shape))

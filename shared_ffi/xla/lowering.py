@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxlib.mlir import ir
 
 from shared_ffi import cuda_driver, kernel_log, sharding
-from shared_ffi.spec import ArraySpec, Call, value_error
+from shared_ffi.spec import ArraySpec, Call, Extremes, value_error
 
 call_p: Any = Primitive("xla_gpu")
 """The custom call of an op. Its parameter ``call`` is the checked call."""
@@ -89,7 +89,7 @@ def _lower(platform: str, context: Any, *operands: ir.Value, call: Call) -> Any:
     if platform == "cuda" and _has_cuda_devices():  # else it is exported for another machine
         cuda_driver.check()
     kernel_log.log(call, platform, partial(_copies, call, context.module_context.module, operands))
-    results = call.results_on(platform, jax.core.min_dim)
+    results = call.results_on(platform, Extremes(jax.core.min_dim, jax.core.max_dim))
     context = context.replace(avals_out=[*map(array_type, results)])
     values = custom_call(call, context, operands)
     if rule := sharding.shardy_rule(call, results):

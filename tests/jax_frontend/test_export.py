@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from jax.sharding import PartitionSpec as P
 import jax_frontend
 from harness.compare import assert_same_bits
 from jax_frontend.compat import ejkernel, pallas_tpu, sglang_jax
+from shared_ffi import paged_attention
+from shared_ffi.spec import Extremes
 from tests.support import scripts
 
 CHECKS = [
@@ -192,3 +195,22 @@ def test_vmap_over_symbolic_axis() -> None:
         metadata = ([45, 3], tables, [0, 1, 2], [2])
         arrays += [np.stack([np.array(x, I32)] * size) for x in metadata]
         assert_same_bits(np.asarray(program.call(*arrays)), np.asarray(attend(*arrays)))
+
+
+def test_the_scratch_of_symbolic_sizes_takes_few_steps() -> None:
+    """JAX compares symbolic sizes by a search, which took 90 s where terms were nested."""
+    batch, pages = jax.export.symbolic_shape("batch, pages")
+    extremes = Extremes(jax.core.min_dim, jax.core.max_dim)
+    attributes = {"sliding_window": 0, "max_query_len": 1}
+    num_calls = 0
+
+    def count(_: Any, event: str, __: Any) -> None:
+        nonlocal num_calls
+        num_calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        paged_attention.scratch_bytes(batch, 32, 8, 64, batch, 16 * pages, attributes, extremes)
+    finally:
+        sys.setprofile(None)
+    assert num_calls < 20_000_000

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from shared_ffi import library_path
-from shared_ffi.spec import value_error
+from shared_ffi.spec import Extremes, value_error
 from torch_frontend.operator.arguments import allocate, as_returned
 from torch_frontend.operator.define import COMPILED_OPS, Operator
 
@@ -185,7 +185,8 @@ def _call_handler(
         written = list({id(base): base for base in bases}.values())
         written += [tensors[i].clone() for i in whole]
     else:
-        written = allocate(call.results_on(tensors[0].device.type, torch.sym_min), tensors[0])
+        extremes = Extremes(torch.sym_min, torch.sym_max)
+        written = allocate(call.results_on(tensors[0].device.type, extremes), tensors[0])
     ints = {name: x for name, x in call.attributes if not isinstance(x, np.floating)}
     floats = {name: float(x) for name, x in call.attributes if isinstance(x, np.floating)}
     ranks = [len(spec.shape) for spec in call.operands]
