@@ -706,7 +706,7 @@ def test_random_on_hopper(gpu: Gpu, case: Case) -> None:
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize("case", filter(is_for_gpu, CASES), ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [*filter(is_for_gpu, CASES)], ids=lambda case: case.id)
 def test_paged_attention(case: Case, gpu: Gpu) -> None:
     inputs, attributes = case.inputs(), case.attributes()
     result = attend(gpu, inputs, **attributes)
