@@ -64,7 +64,7 @@ def kernels(objects: list[str]) -> list[dict[str, Any]]:
             kernel = re.search(
                 r"\d(TensorCoreAttention|TensorCorePrefill|DecodeAttention|PrefillAttention"
                 r"|TensorCoreKeyGradients|TensorCoreQueryGradients|CudaCoreGradients"
-                r"|CopyLengths|CopyTokens|PrepareRows|SumOverTokens"
+                r"|CopyLengths|CopyTokens|MakeTables|PrepareRows|SumOverTokens"
                 r"|CudaCoreAttention|Combine|ZeroArrivals|Update|Add)(.*)",
                 name,
             )
