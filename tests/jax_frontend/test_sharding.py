@@ -477,7 +477,7 @@ MARKED = """
     import torch_xla
     import torch_xla.distributed.spmd as spmd
     from harness import hlo
-    from tests.support import backends
+    from tests.support import backends, calls
     from tests.jax_frontend.test_sharding import ATTENTION, COLLECTIVES, FEATURES, HEAD_DIMS, UPDATE, batch, compare
 
     torch_xla.runtime.use_spmd()
@@ -492,6 +492,8 @@ MARKED = """
     for fields in FEATURES.values():
         case = batch(**fields)
         inputs, attributes = case.inputs(), case.attributes()
+        if not backends.are_of_torch_xla(calls.split_keywords(attributes)[0]):
+            continue
         # Where there is one kv head, the devices share the query heads.
         marked = (inputs.kv_cache, attributes.get("value_cache")), HEAD_DIMS[case.kv_layout]
         marked = marked if case.num_kv_heads > 1 else ((inputs.query,), 1)

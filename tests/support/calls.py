@@ -208,6 +208,7 @@ OPTIONS: dict[str, dict[str, tuple[Any, Any]]] = {
         "max_query_len": (None, 8),
         "value_head_size": (8, 12),
         "return_lse": (False, True),
+        "codes": (None, "e2m1"),
     },
     "varlen_attention": {
         "scale": (0.125, 0.5),
@@ -227,6 +228,8 @@ OPTIONS: dict[str, dict[str, tuple[Any, Any]]] = {
         "v_norm": (False, True),
         "norm_round_first": (False, True),
         "hadamard": ("k", "kv"),
+        "codes": (None, "e2m1"),
+        "round_scales_up": (False, True),
     },
 }
 """Two values of each option."""

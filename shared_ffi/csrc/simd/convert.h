@@ -80,16 +80,29 @@ struct NumbersOf {
   }
 };
 
+// Codes::kNumbers, in a table of this file: objects for instruction sets share no symbol.
+struct TableOf16 {
+  int8_t numbers[16];
+};
+template <typename Codes>
+constexpr TableOf16 TableOfCodes() {
+  TableOf16 table = {};
+  for (int i = 0; i < 16; ++i) table.numbers[i] = Codes::kNumbers[i];
+  return table;
+}
+template <typename Codes>
+constexpr TableOf16 kTable = TableOfCodes<Codes>();
+
 // The same of pairs of codes, in their units. A block begins at an even number.
 template <typename Codes>
 struct NumbersOf<Codes, std::void_t<decltype(Codes::kNumbers)>> {
   XLA_GPU_INLINE static float At(const void* row, int64_t i) {
-    return Codes::kNumbers[static_cast<const uint8_t*>(row)[i / 2] >> (i % 2 * 4) & 15];
+    return kTable<Codes>.numbers[static_cast<const uint8_t*>(row)[i / 2] >> (i % 2 * 4) & 15];
   }
   XLA_GPU_INLINE static void LoadBlock(const void* row, int64_t i, Lanes (&to)[16 / kLanes]) {
     const auto pairs = LoadPart<Bytes16>(static_cast<const char*>(row) + i / 2, 8);
     const Bytes16 codes = Interleave(pairs & 15, pairs >> 4);
-    WidenInt8(LookUp(Load<Bytes16>(Codes::kNumbers), codes), to);
+    WidenInt8(LookUp(Load<Bytes16>(kTable<Codes>.numbers), codes), to);
   }
 };
 
