@@ -353,13 +353,13 @@ def scratch_bytes(
         sliding_window=int(attributes["sliding_window"]),
         max_query_len=int(attributes.get("max_query_len", 0)),
     )
-    smaller, larger = extremes
+    smaller, larger, are_quick = extremes
     # Each thread block has a slot, if there is a second leaf.
     has_slots = smaller(1, longest // (sizes.leaf + 1))
     # With symbols, JAX took minutes to compare what depends on this bound. A program of symbols is
     # refused by the handler for tables that have more positions.
-    if isinstance(longest, int):
-        longest = min(longest, sizes.max_length)
+    if isinstance(longest, int) or are_quick:
+        longest = smaller(longest, sizes.max_length)
     groups = -(-longest // sizes.group) + 1
     max_splits = larger(
         smaller(sizes.split_limit, -(-longest // sizes.leaf) + 1),

@@ -21,6 +21,8 @@ call_p: Any = Primitive("xla_gpu")
 """The custom call of an op. Its parameter ``call`` is the checked call."""
 call_p.multiple_results = True
 
+EXTREMES = Extremes(jax.core.min_dim, jax.core.max_dim, are_quick=False)
+
 
 def make(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
     """Makes the custom call, in a function that JAX traces. ``runtimes.register`` comes before."""
@@ -89,7 +91,7 @@ def _lower(platform: str, context: Any, *operands: ir.Value, call: Call) -> Any:
     if platform == "cuda" and _has_cuda_devices():  # else it is exported for another machine
         cuda_driver.check()
     kernel_log.log(call, platform, partial(_copies, call, context.module_context.module, operands))
-    results = call.results_on(platform, Extremes(jax.core.min_dim, jax.core.max_dim))
+    results = call.results_on(platform, EXTREMES)
     context = context.replace(avals_out=[*map(array_type, results)])
     values = custom_call(call, context, operands)
     if rule := sharding.shardy_rule(call, results):

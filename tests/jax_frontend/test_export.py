@@ -17,7 +17,7 @@ import jax_frontend
 from harness.compare import assert_same_bits
 from jax_frontend.compat import ejkernel, pallas_tpu, sglang_jax
 from shared_ffi import paged_attention
-from shared_ffi.spec import Extremes
+from shared_ffi.xla.lowering import EXTREMES
 from tests.support import scripts
 
 CHECKS = [
@@ -200,7 +200,6 @@ def test_vmap_over_symbolic_axis() -> None:
 def test_the_scratch_of_symbolic_sizes_takes_few_steps() -> None:
     """JAX compares symbolic sizes by a search, which took 90 s where terms were nested."""
     batch, pages = jax.export.symbolic_shape("batch, pages")
-    extremes = Extremes(jax.core.min_dim, jax.core.max_dim)
     attributes = {"sliding_window": 0, "max_query_len": 1}
     num_calls = 0
 
@@ -210,7 +209,7 @@ def test_the_scratch_of_symbolic_sizes_takes_few_steps() -> None:
 
     sys.setprofile(count)
     try:
-        paged_attention.scratch_bytes(batch, 32, 8, 64, batch, 16 * pages, attributes, extremes)
+        paged_attention.scratch_bytes(batch, 32, 8, 64, batch, 16 * pages, attributes, EXTREMES)
     finally:
         sys.setprofile(None)
     assert num_calls < 20_000_000

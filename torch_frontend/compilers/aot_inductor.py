@@ -185,8 +185,7 @@ def _call_handler(
         written = list({id(base): base for base in bases}.values())
         written += [tensors[i].clone() for i in whole]
     else:
-        # Of maxima of symbols, PyTorch 2.9 made other sizes than Python.
-        extremes = Extremes(torch.sym_min, lambda a, b: a + b - torch.sym_min(a, b))
+        extremes = Extremes(torch.sym_min, torch.sym_max)
         written = allocate(call.results_on(tensors[0].device.type, extremes), tensors[0])
     ints = {name: x for name, x in call.attributes if not isinstance(x, np.floating)}
     floats = {name: float(x) for name, x in call.attributes if isinstance(x, np.floating)}
