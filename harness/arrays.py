@@ -20,7 +20,7 @@ CODES = {"int4": None, "e2m1": "e2m1"}
 e2m1 are float32 until `packed`."""
 
 SCALE_DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e8m0fnu")
-"""Of scales of groups."""
+"""The dtypes of scales of groups."""
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 

@@ -37,11 +37,11 @@ class Extremes(NamedTuple):
     smaller: Callable[[int, int], int] = min
     larger: Callable[[int, int], int] = max
     are_quick: bool = True
-    """Whether extremes of sizes that are extremes themselves are found in no time."""
+    """Whether it takes no time to compare sizes that are extremes themselves."""
 
 
 NUMBERS = Extremes()
-"""Of sizes that are all numbers."""
+"""For sizes that are all numbers."""
 
 
 """Returns the smaller of two sizes, which may be symbols."""

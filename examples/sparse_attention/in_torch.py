@@ -20,7 +20,7 @@ def blocks_of_tokens(batch: Batch, num_tokens: int) -> torch.Tensor:
 
 
 def starts_of_rows(num_rows: int, like: torch.Tensor) -> torch.Tensor:
-    """Of sequences of one token each."""
+    """Sequences of one token each."""
     return torch.arange(num_rows + 1, dtype=torch.int32, device=like.device)
 
 

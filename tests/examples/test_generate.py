@@ -176,7 +176,7 @@ def test_torch_xla_backends_give_the_same_tokens_in_bfloat16(folder: Path) -> No
 
 
 def test_normalized_heads_have_the_bits_of_the_cache_and_a_derivative() -> None:
-    """Of Qwen 3's packed sequences in JAX, beside one step over a cache and the plain formulas."""
+    """Qwen 3's packed sequences in JAX, beside one step over a cache and the plain formulas."""
     rng = np.random.default_rng(0)
     query, key = (rng.standard_normal((5, heads, 16), np.float32) for heads in (4, 2))
     weights = rng.standard_normal((2, 16), np.float32) + 1

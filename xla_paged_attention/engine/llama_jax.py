@@ -33,7 +33,7 @@ class Rope(NamedTuple):
     """The same for keys."""
 
     def arguments(self) -> dict[str, Any]:
-        """Those of ``kv_cache_update``."""
+        """What ``kv_cache_update`` takes."""
         if self.q_norm is not None:
             return {**self._asdict(), "norm_round_first": True}
         return {"positions": self.positions, "cos_sin_cache": self.cos_sin_cache}
