@@ -12,7 +12,7 @@ os.environ.setdefault("PJRT_DEVICE", "CPU")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from examples import commands
-from xla_paged_attention.command import end_when_interrupted, needs
+from xla_paged_attention.exits import end_when_interrupted, needs
 
 with needs("examples.replay", commands.DEMO):
     from harness.workload import MODELS

@@ -13,7 +13,7 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 
 from harness.prompts import PROMPTS
-from xla_paged_attention.command import end_when_interrupted, needs
+from xla_paged_attention.exits import end_when_interrupted, needs
 from xla_paged_attention.server import attention
 from xla_paged_attention.server.serve import NAME
 

@@ -63,7 +63,7 @@ def test_an_interrupt_ends_a_command_at_once(
     work: str, number: signal.Signals, tmp_path: Path
 ) -> None:
     end = f"lambda: open({str(tmp_path / 'ended')!r}, 'w')"
-    script = "import hashlib, time; from xla_paged_attention.command import end_when_interrupted; "
+    script = "import hashlib, time; from xla_paged_attention.exits import end_when_interrupted; "
     script += f"end_when_interrupted({end}); print('begins', flush=True); {work}"
     command = [sys.executable, "-c", script]
     with subprocess.Popen(

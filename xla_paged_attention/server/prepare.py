@@ -10,7 +10,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from xla_paged_attention.command import end_when_interrupted, needs
+from xla_paged_attention.exits import end_when_interrupted, needs
 from xla_paged_attention.server import PROG
 
 

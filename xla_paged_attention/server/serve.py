@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from xla_paged_attention.command import end_when_interrupted
+from xla_paged_attention.exits import end_when_interrupted
 from xla_paged_attention.server import PROG, attention
 
 HOST = "127.0.0.1"
