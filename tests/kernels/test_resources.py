@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -278,6 +279,35 @@ def test_a_merge_of_a_group_is_short(decode_kernel: MachineCode) -> None:
     written = code.shortest_way(way[-1], [i for i in code.find("STG") if i > factors[-1]])
     assert written is not None
     assert cycles.cycles_of_way(code, way + written, L2_HIT) <= 2400
+
+
+@pytest.mark.parametrize("kernel", ["prefill", "tensor_core"])
+def test_totals_come_many_at_a_time(folder: Path, kernel: str) -> None:
+    """A thread adds what its leaves sum up to, which is in the L2 cache, to those of the next. It
+    waits once for several loads: one by one, 17 would take longer than a KV tile's products."""
+    kernels = machine_code(folder, f"{kernel}_BFloat16_BFloat16_128")
+    for code in [code for name, code in kernels.items() if name.endswith("90a")]:
+        loads = code.find(r"LDG\.E\.128\.STRONG")
+        runs = [[*run] for _, run in itertools.groupby(loads, partial(_base, code))]
+        long_runs = [run for run in runs if len(run) >= 16]
+        assert len(long_runs) >= 2
+        assert [run for run in long_runs if _waits_between(code, run) * 3 > len(run)] == []
+
+
+def _base(code: MachineCode, load: int) -> str:
+    (register,) = re.findall(r"\[(R\d+)\.64", code.instructions[load])
+    return str(register)
+
+
+def _waits_between(code: MachineCode, loads: list[int]) -> int:
+    """How often a load is waited for before the next one begins."""
+    count, boards = 0, set[int]()
+    for load, following in itertools.pairwise(loads):
+        boards.add(code.scoreboard(load))
+        if any(code.waits(i, x) for i in range(load + 1, following + 1) for x in boards):
+            count += 1
+            boards.clear()
+    return count
 
 
 @pytest.mark.parametrize(("kernel", "ids"), [(0, 2), (1, 1)], ids=["any", "parts"])

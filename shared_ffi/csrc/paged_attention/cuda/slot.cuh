@@ -57,20 +57,15 @@ class Total {
     group.LoadStates(part);
     if (is_first) {
       StoreStates(part);
-      ForPlaces([&](int, int at) {
-        float numbers[4];
-        LoadNumbers(group.sums_ + at, numbers);
-        StoreNumbers(sums_ + at, numbers);
-      });
+      ForNumbers(group.sums_,
+                 [&](int, int at, float(&numbers)[4]) { StoreNumbers(sums_ + at, numbers); });
       return;
     }
     LoadStates(states);
     const Folds folds(&states, part);
     StoreStates(states);
     Rescale(folds);
-    ForPlaces([&](int g, int at) {
-      float numbers[4];
-      LoadNumbers(group.sums_ + at, numbers);
+    ForNumbers(group.sums_, [&](int g, int at, float(&numbers)[4]) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         numbers[e] = gpu::MultiplyFlushed(numbers[e], folds.factors[g][e / 2]);
@@ -91,15 +86,26 @@ class Total {
       part[g][0] = states[g][0];
       part[g][1] = states[g][1];
     }
-    ForSums(products, [&](int g, float(&sums)[4], const float* from) {
-      float total[4];
-      LoadNumbers(from, total);
+    constexpr int kBlocks = sizeof(products[0].sums) / sizeof(products[0].sums[0]);
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        sums[e] = gpu::AddFlushed(gpu::MultiplyFlushed(total[e], folds.before[g][e / 2]),
-                                  gpu::MultiplyFlushed(sums[e], folds.factors[g][e / 2]));
+    for (int first = 0; first < kBlocks; first += kAtOnce) {
+      if (first * 8 >= num_columns_) break;
+      float totals[kAtOnce][kGroups][4];
+      LoadBlocks(sums_, first, totals);
+#pragma unroll
+      for (int n = first; n < min(first + kAtOnce, kBlocks); ++n) {
+#pragma unroll
+        for (int g = 0; g < kGroups; ++g) {
+          const float(&total)[4] = totals[n - first][g];
+          float(&sums)[4] = products[g].sums[n];
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            sums[e] = gpu::AddFlushed(gpu::MultiplyFlushed(total[e], folds.before[g][e / 2]),
+                                      gpu::MultiplyFlushed(sums[e], folds.factors[g][e / 2]));
+          }
+        }
       }
-    });
+    }
   }
 
  private:
@@ -173,9 +179,7 @@ class Total {
 
   __device__ __forceinline__ void Rescale(const Folds& folds) const {
     if (!gpu::AnyInWarp(folds.rescale)) return;
-    ForPlaces([&](int g, int at) {
-      float numbers[4];
-      LoadNumbers(sums_ + at, numbers);
+    ForNumbers(sums_, [&](int g, int at, float(&numbers)[4]) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         numbers[e] = gpu::MultiplyFlushed(numbers[e], folds.before[g][e / 2]);
@@ -184,13 +188,39 @@ class Total {
     });
   }
 
-  // Calls use(g, at) for each place in the sums where there are four of group g.
-  template <typename Use>
-  __device__ __forceinline__ void ForPlaces(const Use& use) const {
-#pragma unroll 1
-    for (int n = 0; n < num_columns_ / 8; ++n) {
+  // Blocks of 8 columns whose sums are on their way from memory together: one after the other, each
+  // would take as long as all.
+  static constexpr int kAtOnce = 8 / kGroups;
+
+  // Loads the sums of the blocks from `first` on that exist. Others become zeros.
+  __device__ __forceinline__ void LoadBlocks(const float* from, int first,
+                                             float (&to)[kAtOnce][kGroups][4]) const {
 #pragma unroll
-      for (int g = 0; g < kGroups; ++g) use(g, (n * kGroups + g) * kBlock);
+    for (int i = 0; i < kAtOnce; ++i) {
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) {
+        float(&numbers)[4] = to[i][g];
+        numbers[0] = numbers[1] = numbers[2] = numbers[3] = 0;
+        if ((first + i) * 8 < num_columns_) LoadNumbers(from + At(first + i, g), numbers);
+      }
+    }
+  }
+  // Where four sums of a block of columns and a group of rows lie.
+  static __device__ __forceinline__ int At(int n, int g) { return (n * kGroups + g) * kBlock; }
+
+  // Calls use(g, at, numbers) for each four sums of a total whose sums begin at `from`.
+  template <typename Use>
+  __device__ __forceinline__ void ForNumbers(const float* from, const Use& use) const {
+#pragma unroll 1
+    for (int first = 0; first * 8 < num_columns_; first += kAtOnce) {
+      float numbers[kAtOnce][kGroups][4];
+      LoadBlocks(from, first, numbers);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if ((first + i) * 8 >= num_columns_) break;
+#pragma unroll
+        for (int g = 0; g < kGroups; ++g) use(g, At(first + i, g), numbers[i][g]);
+      }
     }
   }
 
@@ -203,7 +233,7 @@ class Total {
       if (n * 8 >= num_columns_) break;
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) {
-        use(g, products[g].sums[n], sums_ + (n * kGroups + g) * kBlock);
+        use(g, products[g].sums[n], sums_ + At(n, g));
       }
     }
   }

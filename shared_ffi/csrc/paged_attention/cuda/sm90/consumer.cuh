@@ -539,8 +539,11 @@ class Consumer {
   struct alignas(16) States {
     RowState of_row[2];
   };
+  static __device__ __forceinline__ float4 LoadFour(const float* from) {
+    return __ldcg(reinterpret_cast<const float4*>(from));
+  }
   static __device__ __forceinline__ States LoadStates(const float* total) {
-    const float4 loaded = __ldcg(reinterpret_cast<const float4*>(total));
+    const float4 loaded = LoadFour(total);
     return {{{loaded.x, loaded.y}, {loaded.z, loaded.w}}};
   }
   static __device__ __forceinline__ void StoreStates(float* total, const RowState (&states)[2]) {
@@ -607,21 +610,40 @@ class Consumer {
     }
   }
 
-  // Adds a total to the sums, which are those of a part with these states.
+  // Adds a total to the sums, which are those of a part with these states. kAtOnce: groups of
+  // columns that are on their way from memory together.
+  template <int kAtOnce>
   __device__ __forceinline__ void AddTotal(int which, RowState (&part)[2]) {
     const float* const total = Total(which);
+    const int columns = Columns();
+    float4 before[kAtOnce];
+    const auto load = [&](int first) {
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int n = first + i;
+        before[i] = n * 8 < columns ? LoadFour(total + (n + 2) * kSlotStep) : float4{};
+      }
+    };
     States states = LoadStates(total);
+    load(0);
     const Fold folds[2] = {{&states.of_row[0], part[0]}, {&states.of_row[1], part[1]}};
 #pragma unroll
     for (int r = 0; r < 2; ++r) part[r] = states.of_row[r];
-    const int columns = Columns();
 #pragma unroll
-    for (int n = 0; n < kHeadSize / 8; ++n) {
-      if (n * 8 >= columns) break;
-      const float4 loaded = __ldcg(reinterpret_cast<const float4*>(total + (n + 2) * kSlotStep));
-      const float before[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
+    for (int first = 0; first < kHeadSize / 8; first += kAtOnce) {
+      if (first > 0) {
+        // The branch keeps ptxas from loading all at once, for which there are no registers.
+        if (first * 8 >= columns) break;
+        load(first);
+      }
 #pragma unroll
-      for (int e = 0; e < 4; ++e) sums_[n][e] = folds[e / 2].Add(before[e], sums_[n][e]);
+      for (int i = 0; i < kAtOnce; ++i) {
+        float(&sums)[4] = sums_[first + i];
+        sums[0] = folds[0].Add(before[i].x, sums[0]);
+        sums[1] = folds[0].Add(before[i].y, sums[1]);
+        sums[2] = folds[1].Add(before[i].z, sums[2]);
+        sums[3] = folds[1].Add(before[i].w, sums[3]);
+      }
     }
   }
 
@@ -636,7 +658,7 @@ class Consumer {
     const States kept = LoadStates(Total(0) + kSlotStep);
     RowState ended[2] = {Softmax::LeafState(kept.of_row[0]), Softmax::LeafState(kept.of_row[1])};
     const bool ends_group = tile * kTile % kGroup == 0, is_first = IsFirstLeaf(tile - 1);
-    if (ends_group && !is_first) AddTotal(0, ended);
+    if (ends_group && !is_first) AddTotal<4>(0, ended);
     AddToTotal(ends_group, ends_group ? IsFirstGroup(tile - 1) : is_first, ended);
   }
 
@@ -647,7 +669,7 @@ class Consumer {
     const bool are_first[2] = {IsFirstLeaf(LastTile()), IsFirstGroup(LastTile())};
 #pragma unroll 1
     for (int which = 0; which < 2; ++which) {
-      if (!(which == 0 ? are_first[0] : are_first[1])) AddTotal(which, states);
+      if (!(which == 0 ? are_first[0] : are_first[1])) AddTotal<8>(which, states);
     }
   }
 
