@@ -508,6 +508,23 @@ def test_a_consumer_divides_no_integer_between_items(folder: Path) -> None:
     assert not [n for n in divisions if any(code.shortest_way(i, [n], ends) for i in last)]
 
 
+def test_tensor_cores_wait_briefly_between_items(folder: Path) -> None:
+    """From the product with the last values of an item to the first product of the next: a total is
+    added, two rows are written, and the ranges of the next two found. In the model of a warp that
+    is alone, with the total in the L2 cache."""
+    code = prefill_kernel(folder, "BFloat16", 128)
+    totals = code.find(r"LDG\.E\.128\.STRONG")
+    runs = [[*run] for _, run in itertools.groupby(totals, partial(_base, code))]
+    (total,) = (run for run in runs if len(run) == 17)
+    begin = max(i for i in code.find("DEPBAR.LE gsb0, 0x0") if i < total[0])
+    rows = [i for i in code.find(r"STG\.E\.128 ") if i > total[-1]][:8]
+    query = code.find(rf"SYNCS\.PHASECHK.*\+{hex(224 * 1024 + 512)}\]")[0]
+    ranges = [i for i in code.find(r"LDS\.128") if i < query]
+    assert len(ranges) == 3
+    way = way_through(code, begin, [*total, *rows, *ranges, query, code.find("HGMMA")[0]])
+    assert cycles.cycles_of_way(code, way, L2_HIT) <= 2800
+
+
 def test_a_warp_copies_boxes_with_few_instructions(folder: Path) -> None:
     """Each warp copies a quarter of a KV tile: 4 boxes of K and 4 of V. One lane does, and ptxas knows
     it: there is no loop over lanes, whose exit tests whether any is left."""
