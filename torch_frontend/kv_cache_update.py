@@ -36,15 +36,15 @@ WITH_SCALES = define(
 """Makes scales. It is an overload because PyTorch takes time for each argument of a call, also for
 those that are not given: 0.1 us for these two."""
 _SCHEMA_OF_ALL = _SCHEMA_WITH_SCALES.replace(_MADE, f"{_GLOBALS}, {_MADE}")
-WITH_NORMS = define(
-    f"kv_cache_update.with_norms{_SCHEMA_OF_ALL.replace(') -> ', f', {_NORMS}, {_GROUPS}) -> ')}",
+FULL = define(
+    f"kv_cache_update.full{_SCHEMA_OF_ALL.replace(') -> ', f', {_NORMS}, {_GROUPS}) -> ')}",
     op.check,
     strided=_STRIDED,
     rows=_ROWS,
 )
 """Takes all arguments. It is an overload for the same reason."""
-_DEFAULT, _WITH_SCALES, _WITH_NORMS = (
-    checked(op.OP, overload) for overload in (DEFAULT, WITH_SCALES, WITH_NORMS)
+_DEFAULT, _WITH_SCALES, _FULL = (
+    checked(op.OP, overload) for overload in (DEFAULT, WITH_SCALES, FULL)
 )
 
 
@@ -86,7 +86,7 @@ def kv_cache_update(
     With ``k_scale_cache`` and ``v_scale_cache`` it makes the scales of a cache of 8 or 4 bits.
 
     ``torch.ops.xla_gpu.kv_cache_update`` is the operator itself, with the overloads ``default``,
-    ``with_scales``, which makes scales, and ``with_norms``, which takes all arguments. The optional
+    ``with_scales``, which makes scales, and ``full``, which takes all arguments. The optional
     arguments mean what they mean in ``jax_frontend.kv_cache_update``, which defines the op.
 
     Args:
@@ -173,7 +173,7 @@ def kv_cache_update(
             "hadamard": hadamard,
             "hadamard_signs": hadamard_signs,
         }
-        operator = _WITH_NORMS
+        operator = _FULL
     has_globals = k_global is not None or v_global is not None
     if codes is not None or has_globals or round_scales_up is not False:
         others |= {
@@ -182,7 +182,7 @@ def kv_cache_update(
             "v_global": v_global,
             "round_scales_up": round_scales_up,
         }
-        operator = _WITH_NORMS
+        operator = _FULL
     operator(
         *(kv_cache, key, value, slot_mapping),
         value_cache=value_cache,
