@@ -100,7 +100,8 @@ def kv_cache_update(
             ``key[..., :0]`` where V is a part of K.
         slot_mapping: ``[num_tokens]``, int32 or int64: token t goes to slot
             ``block * block_size + offset``. A negative slot is padding and writes nothing.
-        value_cache: the cache of V, if K and V are two tensors. One may be int8, the other uint8.
+        value_cache: the cache of V, if K and V are two tensors. One may be int8, the other of 4
+            bits.
         kv_layout: which dimension is which, such as ``"n2bhd"``.
         k_scale: what the keys are divided by, float32, or a number. A cache of int8 or uint8 needs
             it or ``k_scale_cache``, unless ``key`` has its dtype: 1.0 rounds to whole numbers.
@@ -135,7 +136,7 @@ def kv_cache_update(
             the output, or in the weights of the next projection. None: nothing is.
         hadamard_signs: ``[head_size]``, float32, each 1 or -1: what the numbers of a head are
             multiplied by before. None: 1.
-        codes: "e2m1" says that uint8 holds floats of 4 bits.
+        codes: "e2m1" says that uint8 holds floats of 4 bits, as float4_e2m1fn_x2 does without it.
         k_global: a float32 factor of all scales of groups of the keys, or a number.
         v_global: the same for the values.
         round_scales_up: whether made scales of float8_e8m0fnu are rounded up.
