@@ -43,6 +43,8 @@ def to_numpy(tensor: Any) -> np.ndarray:
     import torch  # noqa: PLC0415
 
     tensor = tensor.detach().cpu()
+    if str(tensor.dtype) == "torch.float4_e2m1fn_x2":
+        return tensor.view(torch.uint8).numpy()
     if str(tensor.dtype).startswith("torch.float8"):
         dtype = getattr(ml_dtypes, str(tensor.dtype).removeprefix("torch."))
         return tensor.view(torch.uint8).numpy().view(dtype)

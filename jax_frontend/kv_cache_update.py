@@ -111,8 +111,8 @@ def kv_cache_update(
 
     Args:
         kv_cache: ``[num_blocks, block_size, 2 * num_kv_heads, head_size]``, float32, float16 or
-            bfloat16, or float8_e4m3fn, float8_e5m2, int8 or uint8; the K of kv head h at index 2h,
-            its V at 2h + 1. uint8 holds two numbers of 4 bits in an element: see
+            bfloat16, or float8_e4m3fn, float8_e5m2, int8, uint8 or float4_e2m1fn; the K of kv head
+            h at index 2h, its V at 2h + 1. uint8 holds two numbers of 4 bits in an element: see
             ``paged_attention``.
         key: ``[num_tokens, num_kv_heads, head_size]``, dtype of ``kv_cache``. For a cache of 8 or 4
             bits it may be float32, float16 or bfloat16: it is then divided by ``k_scale``, rounded
@@ -127,7 +127,7 @@ def kv_cache_update(
             tokens name one slot, the later one wins.
         value_cache: the array of V, if K and V are two arrays; ``kv_cache`` is then the array of K.
             Shape and dtype of ``kv_cache``, but with the head size of ``value``. One of the two may
-            be int8 and the other uint8, unless ``key`` is one of them.
+            be int8 and the other of 4 bits, unless ``key`` is one of them.
         kv_layout: which dimension is which, if not as above; see ``paged_attention``.
         k_scale: what the keys are divided by, float32, of shape ``[]``, ``[1]``,
             ``[num_kv_heads]`` or ``[num_blocks, block_size, num_kv_heads]``, as in

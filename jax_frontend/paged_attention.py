@@ -116,7 +116,8 @@ def paged_attention(
             float8_e4m3fn, float8_e5m2, int8 or uint8; the K of kv head h at index 2h, its V at
             2h + 1. Any block_size from 1. uint8 is a cache of 4 bits: its last dimension is
             ``head_size / 2``, and element i holds the numbers 2i, in its low 4 bits, and 2i + 1,
-            in its high ones, both in two's complement, from -8 to 7.
+            in its high ones, both in two's complement, from -8 to 7. float4_e2m1fn, on CPUs, keeps
+            ``head_size``: XLA packs it.
         context_lens: ``[max_seqs]`` int32: tokens of the sequence in the cache, the query tokens
             of this call included. From 0 to 2**31 - 1024. This array and the next three may have 64
             bits under ``jax_enable_x64``.
@@ -133,7 +134,7 @@ def paged_attention(
             ``scale / 2**126`` in magnitude. None: off.
         value_cache: the array of V, if K and V are two arrays; ``kv_cache`` is then the array of K.
             Shape and dtype of ``kv_cache``; its head size may be smaller, and is then that of the
-            output. One of the two may be int8 and the other uint8.
+            output. One of the two may be int8 and the other of 4 bits.
         kv_layout: which dimension is which, if not as above: ``n`` num_blocks, ``b`` block_size,
             ``h`` num_kv_heads, ``2`` K then V, ``d`` head_size, in any order that ends with ``d``.
             Without ``b``, blocks have one position.
@@ -187,6 +188,7 @@ def paged_attention(
         return_lse: also return the log-sum-exp of each row, for ``merge_attention``.
         codes: what an array of uint8 holds. None: whole numbers from -8 to 7. "e2m1", on CPUs:
             floats of 4 bits, 0, 0.5, 1, 1.5, 2, 3, 4 and 6 with both signs; they need no scales.
+            A cache of float4_e2m1fn holds them without it.
         k_global: ``[]`` or ``[1]`` float32, with ``k_scale`` of groups: what each of these scales
             is multiplied by first, in float32.
         v_global: the same for the values.

@@ -10,6 +10,7 @@ import numpy as np
 from shared_ffi.kv_layout import KvLayout, as_int64, spanned
 from shared_ffi.spec import (
     CACHE_DTYPES,
+    FLOAT4_DTYPES,
     GROUP_SCALE_DTYPES,
     INTEGER_DTYPES,
     NO_OVERLAP,
@@ -22,7 +23,7 @@ from shared_ffi.spec import (
     excess_error,
     has_shape,
     holds,
-    numbers_of,
+    is_4_bit,
     shape_error,
     value_error,
 )
@@ -58,7 +59,8 @@ def check_dtypes(
     """Checks that a cache has the dtype of `argument`, or one of CACHE_DTYPES.
 
     Raises:
-        TypeError: it has neither, or K and V differ and are not both of INTEGER_DTYPES.
+        TypeError: it has neither, or K and V differ and are not of 8-bit and of 4-bit integers or
+            floats.
     """
     if kv_cache.dtype in STORAGE_DTYPES and dtype in STORAGE_DTYPES and kv_cache.dtype != dtype:
         raise dtype_error(op, argument, f"kv_cache's dtype {kv_cache.dtype}", dtype)
@@ -69,15 +71,15 @@ def check_dtypes(
         raise dtype_error(op, "kv_cache", rule, kv_cache.dtype)
     if value_cache is None or value_cache.dtype == kv_cache.dtype:
         return
-    are_integers = {kv_cache.dtype, value_cache.dtype} == set(INTEGER_DTYPES)
-    if are_integers and dtype in STORAGE_DTYPES:
+    may_mix = [x == "int8" or is_4_bit(x) for x in (kv_cache.dtype, value_cache.dtype)]
+    is_one_int8 = (kv_cache.dtype == "int8") != (value_cache.dtype == "int8")
+    if all(may_mix) and is_one_int8 and dtype in STORAGE_DTYPES:
         return
     rule = f"kv_cache's dtype {kv_cache.dtype}"
-    if are_integers:
+    if all(may_mix) and is_one_int8:
         rule += f", that of {argument}, which is copied"
-    elif kv_cache.dtype in INTEGER_DTYPES and dtype in STORAGE_DTYPES:
-        (other,) = set(INTEGER_DTYPES) - {kv_cache.dtype}
-        rule += f", or {other}"
+    elif may_mix[0] and dtype in STORAGE_DTYPES:
+        rule += f", or {'uint8' if kv_cache.dtype == 'int8' else 'int8'}"
     raise dtype_error(op, "value_cache", rule, value_cache.dtype)
 
 
@@ -162,14 +164,15 @@ def _add_codes(
     *,
     is_quantized: bool,
 ) -> None:
-    if codes is None:
+    are_floats = any(array.dtype in FLOAT4_DTYPES for array in caches)
+    if codes is None and not are_floats:
         return
-    if not isinstance(codes, str):
+    if not isinstance(codes, str | None):
         raise dtype_error(op, "codes", "type str", type(codes).__name__)
-    if codes != CODES:
+    if codes not in (CODES, None):
         remedy = "None stands for whole numbers from -8 to 7"
         raise value_error(op, "codes", f"be {CODES!r} or None", codes, remedy)
-    if all(array.dtype != "uint8" for array in caches):
+    if not are_floats and all(array.dtype != "uint8" for array in caches):
         raise excess_error(op, "codes", "be None unless K or V has dtype uint8", codes)
     if is_quantized:
         operands.attributes.append((CODES, np.int64(1)))
@@ -178,6 +181,10 @@ def _add_codes(
 def check_on_cuda(call: Call) -> None:
     """Raises ValueError for what only CPU kernels read: codes, and scales of groups."""
     attributes, specs = dict(call.attributes), dict(zip(call.names, call.operands, strict=True))
+    for argument in ("kv_cache", "value_cache"):
+        if argument in specs and (dtype := specs[argument].dtype) in FLOAT4_DTYPES:
+            remedy = f"Hold pairs of its numbers in uint8, and give codes={CODES!r}"
+            raise value_error(call.op, argument, "have no dtype of 4 bits on CUDA", dtype, remedy)
     if CODES in attributes:
         raise excess_error(call.op, "codes", "be None on CUDA", CODES)
     for argument in ("k_scale", "v_scale", "k_scale_cache", "v_scale_cache"):
@@ -251,7 +258,7 @@ def _add_group_scales(
     sizes += [("num_kv_heads", cache.num_kv_heads), ("groups", groups := scales.shape[3])]
     remedy = "It has scales of groups for each position and kv head"
     check_array(op, argument, scales, sizes, " or ".join(GROUP_SCALE_DTYPES), remedy)
-    numbers = numbers_of(dtype)
+    numbers = 2 if is_4_bit(dtype) else 1
     if not (holds(groups >= 1) and holds(row_size % (groups * numbers) == 0)):
         what = "numbers" if numbers == 1 else "pairs of numbers"
         rule = f"have a number of groups that divides the {row_size // numbers} {what} of a row"

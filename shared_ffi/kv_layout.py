@@ -27,6 +27,7 @@ from shared_ffi.spec import (
     dtype_error,
     has_shape,
     holds,
+    is_4_bit,
     numbers_of,
     shape_error,
     value_error,
@@ -144,15 +145,16 @@ def check(
                 hints.append("If it holds K alone, give V's cache as value_cache")
         hints = hints or ["Correct the cache, or name its dimensions in kv_layout"]
         raise shape_error(op, "kv_cache", f"[{rule}]", kv_cache.shape, ". ".join(hints))
-    strides = kv_cache.strides or _dense(kv_cache.shape)
+    in_memory = _in_memory(kv_cache)
+    strides, sizes = in_memory.strides or _dense(in_memory.shape), _sizes(axes, in_memory.shape)
     if strides[-1] != 1:
         rule = "be contiguous in head_size"
         raise value_error(op, "kv_cache", rule, f"strides {list(strides)}", _COPY)
     units: tuple[tuple[str, np.int64], ...] = ()
     if value_cache is not None:
-        units = _units(op, kv_cache, strides, value_cache, head_size, value_head_size)
+        units = _units(op, in_memory, strides, value_cache, head_size, value_head_size)
     for outer, (axis, next_axis) in enumerate(pairwise(axes)):
-        dense_stride = strides[outer + 1] * kv_cache.shape[outer + 1]
+        dense_stride = strides[outer + 1] * in_memory.shape[outer + 1]
         if axis == next_axis and strides[outer] != dense_stride:
             rule = f"have equal distances along {_describe(axis, {})}"
             raise value_error(op, "kv_cache", rule, f"strides {list(strides)}", _COPY)
@@ -181,7 +183,7 @@ def _units(
     head_size: int,
     value_head_size: int | None,
 ) -> tuple[tuple[str, np.int64], ...]:
-    """Checks the array of V beside the array of K and its strides.
+    """Checks the array of V beside the array of K, as it lies in memory, and its strides.
 
     Returns:
         The attributes that say how V's strides follow from those of K; none where they are equal.
@@ -196,11 +198,14 @@ def _units(
         is_right, last = columns == wanted, str(wanted)
     if not (is_right and has_shape(value_cache, (*sizes, columns))):
         but_for = "the head size"
-        if "uint8" in (kv_cache.dtype, value_cache.dtype):
-            but_for += ", of which an element of uint8 holds two numbers"
+        if pairs := [x.dtype for x in (kv_cache, value_cache) if numbers_of(x.dtype) > 1]:
+            but_for += f", of which an element of {pairs[0]} holds two numbers"
         rule = f"[{', '.join(map(str, sizes))}, {last}], as kv_cache but for {but_for}"
         remedy = "Make both caches of the same blocks and heads"
         raise shape_error(op, "value_cache", rule, value_cache.shape, remedy)
+    _columns(op, "value_cache", value_cache.dtype, columns * numbers_of(value_cache.dtype))
+    value_cache = _in_memory(value_cache)
+    columns = value_cache.shape[-1]
     found = value_cache.strides or _dense(value_cache.shape)
     if found == strides:
         return ()
@@ -217,13 +222,18 @@ def _units(
 
 def _columns(op: str, argument: str, dtype: str, head_size: int) -> int:
     """The elements of a row of the cache."""
-    if numbers_of(dtype) == 1:
-        return head_size
-    if not holds(head_size % 2 == 0):
+    if is_4_bit(dtype) and not holds(head_size % 2 == 0):
         rule = f"have an even head size with dtype {dtype}, which holds pairs (int8 holds any)"
         remedy = "Pad the heads by a zero, or make the cache of int8"
         raise value_error(op, argument, rule, head_size, remedy)
-    return head_size // 2
+    return head_size // numbers_of(dtype)
+
+
+def _in_memory(array: ArraySpec) -> ArraySpec:
+    """An array in units of memory: pairs of numbers, where XLA packs an array of 4 bits."""
+    if not is_4_bit(array.dtype) or numbers_of(array.dtype) > 1:
+        return array
+    return array._replace(shape=(*array.shape[:-1], array.shape[-1] // 2))
 
 
 _COPY = "Pass it as it was made, or make a copy of it that is contiguous"

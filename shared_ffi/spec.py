@@ -13,11 +13,15 @@ import numpy as np
 Parameters = ParamSpec("Parameters")
 
 STORAGE_DTYPES = ("float32", "float16", "bfloat16")
-CACHE_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8", "uint8")
+FLOAT4_DTYPES = ("float4_e2m1fn", "float4_e2m1fn_x2")
+"""The dtypes of floats of 4 bits: JAX's, which XLA packs, and PyTorch's, of which an element is a
+pair."""
+
+CACHE_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8", "uint8", *FLOAT4_DTYPES)
 """The dtypes that a cache may have instead. An element of uint8 holds two numbers of 4 bits."""
 
 INTEGER_DTYPES = ("int8", "uint8")
-"""K may have one of these and V the other."""
+"""The dtypes of caches that need scales."""
 
 GROUP_SCALE_DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e8m0fnu")
 """The dtypes of scales that have a dimension of groups."""
@@ -211,7 +215,12 @@ class Operands:
 
 def numbers_of(dtype: str) -> int:
     """The numbers in an element of a cache of this dtype."""
-    return 2 if dtype == "uint8" else 1
+    return 2 if dtype in ("uint8", "float4_e2m1fn_x2") else 1
+
+
+def is_4_bit(dtype: str) -> bool:
+    """Whether a byte of a cache of this dtype holds two numbers."""
+    return dtype == "uint8" or dtype in FLOAT4_DTYPES
 
 
 def holds(condition: Any) -> bool:

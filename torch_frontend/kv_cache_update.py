@@ -36,15 +36,15 @@ WITH_SCALES = define(
 """Makes scales. It is an overload because PyTorch takes time for each argument of a call, also for
 those that are not given: 0.1 us for these two."""
 _SCHEMA_OF_ALL = _SCHEMA_WITH_SCALES.replace(_MADE, f"{_GLOBALS}, {_MADE}")
-WITH_NORMS = define(
-    f"kv_cache_update.with_norms{_SCHEMA_OF_ALL.replace(') -> ', f', {_NORMS}, {_GROUPS}) -> ')}",
+FULL = define(
+    f"kv_cache_update.full{_SCHEMA_OF_ALL.replace(') -> ', f', {_NORMS}, {_GROUPS}) -> ')}",
     op.check,
     strided=_STRIDED,
     rows=_ROWS,
 )
 """Takes all arguments. It is an overload for the same reason."""
-_DEFAULT, _WITH_SCALES, _WITH_NORMS = (
-    checked(op.OP, overload) for overload in (DEFAULT, WITH_SCALES, WITH_NORMS)
+_DEFAULT, _WITH_SCALES, _FULL = (
+    checked(op.OP, overload) for overload in (DEFAULT, WITH_SCALES, FULL)
 )
 
 
@@ -86,7 +86,7 @@ def kv_cache_update(
     With ``k_scale_cache`` and ``v_scale_cache`` it makes the scales of a cache of 8 or 4 bits.
 
     ``torch.ops.xla_gpu.kv_cache_update`` is the operator itself, with the overloads ``default``,
-    ``with_scales``, which makes scales, and ``with_norms``, which takes all arguments. The optional
+    ``with_scales``, which makes scales, and ``full``, which takes all arguments. The optional
     arguments mean what they mean in ``jax_frontend.kv_cache_update``, which defines the op.
 
     Args:
@@ -100,7 +100,8 @@ def kv_cache_update(
             ``key[..., :0]`` where V is a part of K.
         slot_mapping: ``[num_tokens]``, int32 or int64: token t goes to slot
             ``block * block_size + offset``. A negative slot is padding and writes nothing.
-        value_cache: the cache of V, if K and V are two tensors. One may be int8, the other uint8.
+        value_cache: the cache of V, if K and V are two tensors. One may be int8, the other of 4
+            bits.
         kv_layout: which dimension is which, such as ``"n2bhd"``.
         k_scale: what the keys are divided by, float32, or a number. A cache of int8 or uint8 needs
             it or ``k_scale_cache``, unless ``key`` has its dtype: 1.0 rounds to whole numbers.
@@ -135,7 +136,7 @@ def kv_cache_update(
             the output, or in the weights of the next projection. None: nothing is.
         hadamard_signs: ``[head_size]``, float32, each 1 or -1: what the numbers of a head are
             multiplied by before. None: 1.
-        codes: "e2m1" says that uint8 holds floats of 4 bits.
+        codes: "e2m1" says that uint8 holds floats of 4 bits, as float4_e2m1fn_x2 does without it.
         k_global: a float32 factor of all scales of groups of the keys, or a number.
         v_global: the same for the values.
         round_scales_up: whether made scales of float8_e8m0fnu are rounded up.
@@ -173,7 +174,7 @@ def kv_cache_update(
             "hadamard": hadamard,
             "hadamard_signs": hadamard_signs,
         }
-        operator = _WITH_NORMS
+        operator = _FULL
     has_globals = k_global is not None or v_global is not None
     if codes is not None or has_globals or round_scales_up is not False:
         others |= {
@@ -182,7 +183,7 @@ def kv_cache_update(
             "v_global": v_global,
             "round_scales_up": round_scales_up,
         }
-        operator = _WITH_NORMS
+        operator = _FULL
     operator(
         *(kv_cache, key, value, slot_mapping),
         value_cache=value_cache,

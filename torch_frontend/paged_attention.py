@@ -150,7 +150,7 @@ def paged_attention(
         sliding_window: how many positions a query attends to, itself included. None: all.
         soft_cap: c turns a logit into ``c * tanh(logit / c)``. None: off.
         value_cache: the V, if K and V are two tensors. Its head size may be smaller, and is then
-            that of the output. One of the two may be int8 and the other uint8.
+            that of the output. One of the two may be int8 and the other of 4 bits.
         kv_layout: which dimension is which, such as ``"n2bhd"``.
         k_scale: what the keys in a cache of 8 or 4 bits are multiplied by, float32, or a number.
             int8 and uint8 need it: 1.0 keeps whole numbers.
@@ -168,7 +168,7 @@ def paged_attention(
         max_query_len: a promise that no sequence has more query tokens.
         value_head_size: for multi-head latent attention, where V is a part of K.
         return_lse: also return the log-sum-exp of each row, for ``merge_attention``.
-        codes: "e2m1" says that uint8 holds floats of 4 bits.
+        codes: "e2m1" says that uint8 holds floats of 4 bits, as float4_e2m1fn_x2 does without it.
         k_global: a float32 factor of all scales of groups of the keys, or a number.
         v_global: the same for the values.
         out: a contiguous tensor for the result, which is returned. Not with ``return_lse``.

@@ -17,7 +17,7 @@ import jax_frontend
 import torch_frontend
 from harness import reference
 from shared_ffi import kv_cache_update, paged_attention
-from shared_ffi.spec import NO_OVERLAP
+from shared_ffi.spec import NO_OVERLAP, ArraySpec, Call, numbers_of
 from shared_ffi.xla import runtimes
 from tests.cases.all import SAMPLED_CASES, UPDATE_CASES
 from tests.cases.bad_calls import (
@@ -370,6 +370,65 @@ def test_none_instead_of_array(op: str) -> None:
             elif name in (*paged_attention.METADATA, "slot_mapping"):
                 remedy += "; pad_batch makes it"
             assert str(raised.value) == f"{op}: {name} must be an array; got None. {remedy}"
+
+
+def float4(*shape: int) -> ArraySpec:
+    return ArraySpec(shape, "float4_e2m1fn")
+
+
+@pytest.mark.parametrize(
+    ("caches", "error", "message"),
+    [
+        (
+            {"kv_cache": float4(4, 2, 2, 8), "value_cache": ArraySpec((4, 2, 2, 4), "uint8")},
+            TypeError,
+            "value_cache must have kv_cache's dtype float4_e2m1fn, or int8; got uint8",
+        ),
+        (
+            {"kv_cache": ArraySpec((4, 2, 2, 8), "int8"), "value_cache": float4(4, 2, 2, 7)},
+            ValueError,
+            "value_cache must have an even head size with dtype float4_e2m1fn, which holds pairs",
+        ),
+        (
+            {"kv_cache": float4(4, 2, 4, 4)},
+            ValueError,
+            "kv_cache must have shape [num_blocks, block_size, 2 * num_kv_heads, head_size=8]; got",
+        ),
+        (
+            {"kv_cache": ArraySpec((4, 2, 4, 8), "float4_e2m1fn_x2")},
+            ValueError,
+            "kv_cache must have shape [num_blocks, block_size, 2 * num_kv_heads, head_size / 2=4]",
+        ),
+    ],
+    ids=str,
+)
+def test_caches_of_float4(caches: dict[str, ArraySpec], error: Any, message: str) -> None:
+    """No array of NumPy stands for one in all frameworks."""
+    scales = {"k_scale": ArraySpec((), "float32")} if len(caches) > 1 else {}
+    with pytest.raises(error, match=re.escape(message)):
+        check_on_specs(attention(), caches | scales)
+
+
+@pytest.mark.parametrize("dtype", ["float4_e2m1fn", "float4_e2m1fn_x2"])
+@pytest.mark.parametrize("make", [attention, update])
+def test_cuda_refuses_float4(make: Any, dtype: str) -> None:
+    shape = (4, 2, 4, 8 // numbers_of(dtype))
+    call = check_on_specs(make(), {"kv_cache": ArraySpec(shape, dtype)})
+    message = (
+        f"kv_cache must have no dtype of 4 bits on CUDA; got {dtype}. Hold pairs of its numbers in "
+        "uint8, and give codes='e2m1'"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call.results_on("cuda")
+
+
+def check_on_specs(arguments: dict[str, Any], arrays: dict[str, ArraySpec]) -> Call:
+    op = paged_attention if "query" in arguments else kv_cache_update
+    specs = {
+        name: ArraySpec(x.shape, x.dtype.name) if isinstance(x, np.ndarray) else x
+        for name, x in arguments.items()
+    }
+    return op.check(**specs | arrays)
 
 
 def test_update_refuses_overlapping_cache() -> None:

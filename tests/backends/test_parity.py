@@ -80,6 +80,38 @@ def test_inductor(op: str, case: Case | UpdateCase) -> None:
     assert_same_bits(backends.in_inductor(op, *inputs, **attributes), expected)
 
 
+FLOAT4_CASES: list[tuple[str, Case | UpdateCase]] = [
+    *(("paged_attention", x) for x in CASES if x.attributes().get("codes") == "e2m1"),
+    *(("kv_cache_update", x) for x in UPDATE_CASES if x.attributes().get("codes") == "e2m1"),
+]
+
+
+@pytest.mark.parametrize(("op", "case"), FLOAT4_CASES, ids=lambda x: getattr(x, "id", x))
+def test_float4(op: str, case: Case | UpdateCase) -> None:
+    """Caches of the frameworks' own dtypes of 4 bits have the bits of uint8 with codes."""
+    inputs, attributes = case.inputs(), case.attributes()
+    expected = backends.in_torch(op, *inputs, **attributes)
+    del attributes["codes"]
+    assert_same_bits(backends.in_torch_of_float4(op, *inputs, **attributes), expected)
+    assert_same_bits(backends.in_jax_of_float4(op, *inputs, **attributes), expected)
+
+
+@pytest.mark.parametrize(
+    ("op", "case"),
+    [
+        next(x for x in FLOAT4_CASES if x[0] == op and (x[1].value_cache_dtype is None) == is_one)
+        for op in ("paged_attention", "kv_cache_update")
+        for is_one in (True, False)
+    ],
+    ids=lambda x: getattr(x, "id", x),
+)
+def test_inductor_with_float4(op: str, case: Case | UpdateCase) -> None:
+    inputs, attributes = case.inputs(), case.attributes()
+    expected = backends.in_torch(op, *inputs, **attributes)
+    del attributes["codes"]
+    assert_same_bits(backends.in_inductor_of_float4(op, *inputs, **attributes), expected)
+
+
 @pytest.mark.parametrize("backend", backends.BACKENDS)
 def test_blocks_and_heads_in_several_dimensions(backend: str) -> None:
     """Blocks, or heads, are numbered with the last dimension fastest."""

@@ -109,8 +109,8 @@ STATIC = [
     ),
     bad_call(
         attention,
-        "kv_cache must have query's dtype float32, or float8_e4m3fn, float8_e5m2, int8 or uint8; got int32. Make "
-        "kv_cache with that dtype",
+        "kv_cache must have query's dtype float32, or float8_e4m3fn, float8_e5m2, int8, uint8, float4_e2m1fn or "
+        "float4_e2m1fn_x2; got int32. Make kv_cache with that dtype",
         kv_cache=ones(4, 2, 4, 8, dtype=I32),
     ),
     bad_call(

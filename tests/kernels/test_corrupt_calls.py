@@ -133,7 +133,7 @@ def with_operand(name: str, argument: str, array: np.ndarray) -> HandlerCall:
         (
             with_operand("attention-plain", "kv_cache", np.zeros((11, 4, 4, 16), F32)),
             "operand kv_cache must be float16 or float8_e4m3fn or float8_e5m2 or int8 or "
-            "uint8 [any, any, any, 16]; got float32 [11, 4, 4, 16]",
+            "uint8 or float4_e2m1fn [any, any, any, 16]; got float32 [11, 4, 4, 16]",
         ),
         (
             with_operand("attention-plain", "query", np.zeros((7, 3, 16), F16)),

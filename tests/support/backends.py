@@ -16,7 +16,7 @@ import torch
 
 import jax_frontend
 import torch_frontend  # noqa: F401  (defines torch.ops.xla_gpu)
-from harness.arrays import to_numpy, to_torch
+from harness.arrays import packed, to_numpy, to_torch, unpacked
 from tests.support import calls
 from tests.support.calls import overload_of, split_keywords
 
@@ -95,6 +95,29 @@ def lazily(op: str, *operands: Any, **attributes: Any) -> list[torch.Tensor]:
     return list(result) if isinstance(result, tuple) else [result]
 
 
+def in_jax_of_float4(op: str, *operands: Any, **attributes: Any) -> Any:
+    """Calls the op in JAX with float4_e2m1fn in the place of uint8, also in the results."""
+
+    def expand(array: Any) -> Any:
+        if getattr(array, "dtype", None) != np.uint8:
+            return array
+        return unpacked(array, "e2m1").astype(ml_dtypes.float4_e2m1fn)
+
+    def pack(array: np.ndarray) -> np.ndarray:
+        return packed(array, "e2m1") if array.dtype == ml_dtypes.float4_e2m1fn else array
+
+    attributes = {name: expand(x) for name, x in attributes.items()}
+    return jax.tree.map(pack, in_jax(op, *map(expand, operands), **attributes))
+
+
+def to_torch_of_float4(array: Any) -> torch.Tensor:
+    """A tensor with a copy of an array, of float4_e2m1fn_x2 where that is of uint8."""
+    tensor = to_torch(array)
+    return tensor.view(torch.float4_e2m1fn_x2) if tensor.dtype == torch.uint8 else tensor
+
+
+in_torch_of_float4 = partial(call_torch, to_torch_of_float4, None)
+in_inductor_of_float4 = partial(call_torch, to_torch_of_float4, "inductor")
 in_torch = partial(call_torch, to_torch, None)
 in_inductor = partial(call_torch, to_torch, "inductor")
 in_torch_xla = partial(call_torch, to_xla, None)

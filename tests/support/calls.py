@@ -39,7 +39,7 @@ def split_keywords(attributes: dict[str, Any]) -> tuple[dict[str, np.ndarray], d
 
 
 _NORMS = ("norm_eps", "norm_offset", "norm_after_rope", "v_norm", "norm_round_first")
-_OF_WITH_NORMS = (
+_OF_FULL = (
     *("q_norm", "k_norm", *_NORMS, "hadamard", "hadamard_signs"),
     *("codes", "k_global", "v_global", "round_scales_up"),
 )
@@ -55,8 +55,8 @@ def overload_of(op: str, attributes: dict[str, Any]) -> tuple[Any, dict[str, Any
     overload = "lse" if attributes.get("return_lse") else "default"
     if "k_scale_cache" in attributes or "v_scale_cache" in attributes:
         overload = "with_scales"
-    if op == "kv_cache_update" and any(x in attributes for x in _OF_WITH_NORMS):
-        overload = "with_norms"
+    if op == "kv_cache_update" and any(x in attributes for x in _OF_FULL):
+        overload = "full"
     return getattr(getattr(torch.ops.xla_gpu, op), overload), options
 
 

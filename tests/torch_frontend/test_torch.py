@@ -58,7 +58,7 @@ def test_schemas() -> None:
             "(Tensor(a!) kv_cache, Tensor key, Tensor value, Tensor slot_mapping, *, ",
             " -> ()",
         ),
-        OPS.kv_cache_update.with_norms: (
+        OPS.kv_cache_update.full: (
             "(Tensor(a!) kv_cache, Tensor key, Tensor value, Tensor slot_mapping, *, ",
             " -> ()",
         ),
@@ -74,8 +74,8 @@ def test_schemas() -> None:
             if parameter.kind is parameter.KEYWORD_ONLY and name != "return_lse"
         }
         in_torch = {x.name: x.default_value for x in op._schema.arguments if x.kwarg_only}
-        if function is jax_frontend.kv_cache_update and op is not OPS.kv_cache_update.with_norms:
-            assert in_torch.keys() <= in_jax.keys()  # the overload with_norms has all
+        if function is jax_frontend.kv_cache_update and op is not OPS.kv_cache_update.full:
+            assert in_torch.keys() <= in_jax.keys()  # the overload full has all
             in_jax = {name: in_jax[name] for name in in_torch}
         if "causal" in in_torch:  # no type of a schema is a bool or a tensor
             assert in_torch.pop("causal_seqs") is None
@@ -91,7 +91,7 @@ def test_opcheck_paged_attention(attributes: tuple[Any, ...]) -> None:
 
 def test_opcheck_other_ops() -> None:
     torch.library.opcheck(OPS.kv_cache_update.default, tensors(update()))
-    torch.library.opcheck(OPS.kv_cache_update.with_norms, tensors(update()), NORMS)
+    torch.library.opcheck(OPS.kv_cache_update.full, tensors(update()), NORMS)
     torch.library.opcheck(OPS.simple_add.default, tensors(add()))
 
 

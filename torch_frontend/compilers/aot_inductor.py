@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from shared_ffi import library_path
-from shared_ffi.spec import Extremes, value_error
+from shared_ffi.spec import Extremes, dtype_error, value_error
 from torch_frontend.operator.arguments import allocate, as_returned
 from torch_frontend.operator.define import COMPILED_OPS, Operator
 
@@ -71,8 +71,10 @@ def aoti_compile_and_package(
     Raises:
         ValueError: ``run_decompositions`` has made the program functional, which hides its in-place
             ops; pass it as ``torch.export.export`` returned it.
+        TypeError: it has tensors of float4_e2m1fn_x2, for which Inductor has no C++ type.
     """
     _refuse_functional(exported_program)
+    _refuse_float4(exported_program)
     library = library_path()
     configs = dict(inductor_configs or {})
     shims = configs.get("aot_inductor.custom_ops_to_c_shims") or {}
@@ -98,6 +100,16 @@ def _refuse_functional(program: torch.export.ExportedProgram) -> None:
             got = f"one made functional, with {node.target} of {op}"
             remedy = "Pass it without run_decompositions"
             raise value_error("aoti_compile_and_package", "exported_program", rule, got, remedy)
+
+
+def _refuse_float4(program: torch.export.ExportedProgram) -> None:
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.dtype == torch.float4_e2m1fn_x2:
+            rule = "dtypes that Inductor has in C++"
+            remedy = f"Export with {node.name}.view(torch.uint8), and codes='e2m1'"
+            name = "aoti_compile_and_package"
+            raise dtype_error(name, "exported_program", rule, "float4_e2m1fn_x2", remedy)
 
 
 _is_tracing: ContextVar[bool] = ContextVar("_is_tracing", default=False)

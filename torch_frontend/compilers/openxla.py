@@ -39,7 +39,10 @@ _ALIGNMENT = 16  # bytes: XLA's kEntryParameterAlignBytes, what its programs ass
 
 _MAX_PROGRAMS = 256  # of a graph, whose sizes may be symbols
 
-_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
+_NARROW_FLOATS = (
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu),
+    torch.float4_e2m1fn_x2,
+)
 
 # Dispatch keys of kernels that torch_xla can trace; an operator without any runs on the CPU.
 _LOWERED = (
@@ -133,10 +136,11 @@ def _device_of(arguments: GraphInputs) -> torch.device:
 
 def _check_can_be_exchanged(arguments: GraphInputs) -> None:
     for x in arguments:
-        if isinstance(x, torch.Tensor) and x.dtype in _FLOAT8:
+        if isinstance(x, torch.Tensor) and x.dtype in _NARROW_FLOATS:
             raise NotImplementedError(
-                f"{_WHO}: PyTorch cannot exchange tensors of 8-bit floats with JAX; got {x.dtype} "
-                f"on {x.device.type}. Compile with backend='inductor', or give it XLA tensors"
+                f"{_WHO}: PyTorch cannot exchange tensors of floats of 8 or 4 bits with JAX; got "
+                f"{x.dtype} on {x.device.type}. Compile with backend='inductor', or give it XLA "
+                "tensors, for float4_e2m1fn_x2 of uint8 with codes='e2m1'"
             )
 
 

@@ -75,7 +75,7 @@ def _register() -> None:
     }
     for operator, function in functions.items():
         register_torch_dispatch_op(operator, _by_name(operator, function))
-    for overload in ("default", "with_scales", "with_norms"):
+    for overload in ("default", "with_scales", "full"):
         register_torch_dispatch_op(
             getattr(_OPS.kv_cache_update, overload),
             _kv_cache_update,

@@ -83,7 +83,7 @@ inline auto BindCall() { return ffi::Ffi::Bind().RemainingArgs().RemainingRets()
 using DTypes = std::initializer_list<ffi::DataType>;
 inline constexpr DTypes kTensorDTypes = {ffi::F32, ffi::F16, ffi::BF16};
 inline constexpr DTypes kStorageDTypes = {ffi::F32,    ffi::F16, ffi::BF16, ffi::F8E4M3FN,
-                                          ffi::F8E5M2, ffi::S8,  ffi::U8};
+                                          ffi::F8E5M2, ffi::S8,  ffi::U8,   ffi::F4E2M1FN};
 
 // Shapes, of which an array must have one if there are any. kAnySize: a dimension of any size.
 using Shapes = std::initializer_list<std::initializer_list<int64_t>>;
@@ -248,6 +248,11 @@ class CallReader {
   ffi::Error error_;
 };
 
+// How many elements of an array lie in a unit of memory that kernels count, which is an element or,
+// of numbers of 4 bits, a pair of them. XLA packs a dtype of 4 bits, the first number of a pair in
+// the lower half of a byte.
+inline int64_t ElementsInUnit(ffi::DataType dtype) { return dtype == ffi::F4E2M1FN ? 2 : 1; }
+
 // The storage type of an operand, which must have one of kStorageDTypes. An array of uint8 holds
 // pairs of int4.
 inline DType StorageOf(CallReader* call, std::string_view name) {
@@ -266,6 +271,8 @@ inline DType StorageOf(CallReader* call, std::string_view name) {
       return DType::kInt8;
     case ffi::U8:
       return DType::kInt4;
+    case ffi::F4E2M1FN:
+      return DType::kFloat4E2M1;
     default:
       call->Operand(name, kStorageDTypes, {});  // an error
       return {};

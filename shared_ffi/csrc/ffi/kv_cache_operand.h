@@ -59,11 +59,15 @@ void ReadKvCache(CallReader* call, std::string_view rows_operand, const TokenRow
   const ffi::AnyBuffer kv_cache = *call->Find("kv_cache");
   const auto value_cache = call->Find("value_cache");
   const bool is_default = !call->Has("block_size");
-  const DTypes dtypes = {call->Find(rows_operand)->element_type(), ffi::F8E4M3FN, ffi::F8E5M2,
-                         ffi::S8, ffi::U8};
+  const DTypes dtypes = {call->Find(rows_operand)->element_type(),
+                         ffi::F8E4M3FN,
+                         ffi::F8E5M2,
+                         ffi::S8,
+                         ffi::U8,
+                         ffi::F4E2M1FN};
   // Rows that are packed already are copied: their columns are elements of the cache.
-  const bool is_packed = rows.dtype == DType::kInt4;
-  const bool are_fractions = call->Integer("e2m1", 0) != 0;
+  const bool is_packed = Is4Bit(rows.dtype);
+  const bool are_fractions = call->Integer("e2m1", 0) != 0 && !is_packed;
   const auto storage_of = [&](std::string_view name) {
     const DType dtype = StorageOf(call, name);
     return are_fractions && dtype == DType::kInt4 ? DType::kFloat4E2M1 : dtype;
@@ -75,13 +79,14 @@ void ReadKvCache(CallReader* call, std::string_view rows_operand, const TokenRow
   const int64_t value_columns =
       is_packed ? p->value_head_size : ElementsOf(value_dtype, p->value_head_size);
   if (is_default) {
-    call->Operand("kv_cache", dtypes, {{kAnySize, kAnySize, kAnySize, key_columns}});
+    const int64_t last = key_columns * ElementsInUnit(kv_cache.element_type());
+    call->Operand("kv_cache", dtypes, {{kAnySize, kAnySize, kAnySize, last}});
   } else {
     call->Operand("kv_cache", dtypes, {});
   }
   const bool may_mix = key_dtype == DType::kInt8 || Is4Bit(key_dtype);
   if (may_mix && !IsQuantized(rows.dtype)) {
-    call->Operand("value_cache", {ffi::S8, ffi::U8}, {});
+    call->Operand("value_cache", {ffi::S8, ffi::U8, ffi::F4E2M1FN}, {});
   } else {
     call->Operand("value_cache", {kv_cache.element_type()}, {});
   }
@@ -124,7 +129,8 @@ void ReadKvCache(CallReader* call, std::string_view rows_operand, const TokenRow
   }
   if (is_separate) layout.value_offset = 0;
   const auto fits_in = [&](const ffi::AnyBuffer& array, int64_t unit, int64_t row_size) {
-    return layout.Fits(static_cast<int64_t>(array.element_count()), unit, row_size,
+    const auto num_elements = static_cast<int64_t>(array.element_count());
+    return layout.Fits(num_elements / ElementsInUnit(array.element_type()), unit, row_size,
                        layout.value_offset);
   };
   fits = fits && fits_in(kv_cache, layout.key_unit, key_columns) &&

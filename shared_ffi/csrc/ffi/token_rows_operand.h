@@ -47,6 +47,10 @@ inline TokenRows ReadTokenRows(CallReader* call, std::string_view name,
   rows.num_tokens = shape[0];
   rows.num_heads = is_part ? layout.num_heads : shape[1];
   rows.head_size = is_part ? layout.head_size : shape[2];
+  if (const int64_t in_unit = ElementsInUnit(array.element_type()); in_unit > 1) {
+    if (is_part || rows.head_size % in_unit != 0) call->Refuse(name, "be dense pairs of numbers");
+    rows.head_size /= in_unit;
+  }
   const int64_t columns = is_part ? std::min(shape[1], kMaxTokenElements) : kMaxTokenElements;
   if (rows.num_heads < 1 || rows.num_heads > columns / std::max<int64_t>(rows.head_size, 1)) {
     call->Refuse(name, "hold num_heads=", rows.num_heads, " * head_size=", rows.head_size,

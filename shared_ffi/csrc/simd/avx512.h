@@ -42,6 +42,22 @@ XLA_GPU_INLINE Bytes16 LookUp(Bytes16 table, Bytes16 indices) {
   return (Bytes16)_mm_shuffle_epi8((__m128i)table, (__m128i)indices);
 }
 
+// One number in the first eight lanes, another in the others.
+XLA_GPU_INLINE Lanes SplatHalves(float low, float high) {
+  return (Lanes)_mm512_mask_broadcastss_ps(_mm512_set1_ps(low), 0xff00, _mm_set_ss(high));
+}
+
+// The numbers of a table that 16 indices of 4 bits name, eight in each word, from the lowest bits
+// on.
+XLA_GPU_INLINE Lanes LookUpCodes(Lanes table, uint32_t low, uint32_t high) {
+  const __m512i words = _mm512_mask_set1_epi32(_mm512_set1_epi32(static_cast<int>(low)), 0xff00,
+                                               static_cast<int>(high));
+  const __m512i shifts = _mm512_set_epi32(28, 24, 20, 16, 12, 8, 4, 0, 28, 24, 20, 16, 12, 8, 4, 0);
+  // The instruction ignores all bits of an index but the lowest four.
+  return (Lanes)_mm512_maskz_permutexvar_ps(0xffff, _mm512_srlv_epi32(words, shifts),
+                                            (__m512)table);
+}
+
 XLA_GPU_INLINE void WidenInt8(Bytes16 x, Lanes (&to)[1]) { to[0] = WidenInt8((Bytes)x); }
 
 XLA_GPU_INLINE Lanes WidenHalf(HalfWords x) {

@@ -69,12 +69,9 @@ struct Torch {
   static std::vector<int32_t> DTypeNumbers() {
     std::vector<int32_t> numbers;
     for (const NamedDType& known : kDTypes) {
-      // The interface of PyTorch 2.9 lacks it. The number is its own in C++.
-      constexpr int32_t kFloat8E8M0 = 44;
       const std::string function = std::string("aoti_torch_dtype_") + known.name;
-      numbers.push_back(known.dtype == XLA_FFI_DataType_F8E8M0FNU
-                            ? kFloat8E8M0
-                            : Function<int32_t()>(function.c_str())());
+      numbers.push_back(known.torch_number != 0 ? known.torch_number
+                                                : Function<int32_t()>(function.c_str())());
     }
     return numbers;
   }

@@ -436,6 +436,24 @@ def test_a_functional_program_is_refused() -> None:
         torch_frontend.aoti_compile_and_package(program)
 
 
+def test_floats_of_4_bits_are_refused() -> None:
+    update = OPS.kv_cache_update
+    key, slots = torch.zeros(1, 2, 16), torch.zeros(1, dtype=torch.int32)
+
+    class Update(torch.nn.Module):
+        def forward(self, cache: torch.Tensor) -> None:
+            update(cache, key, key, slots)
+
+    cache = torch.zeros(4, 2, 4, 8, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    program = torch.export.export(Update(), (cache,))
+    message = (
+        "aoti_compile_and_package: exported_program must have dtypes that Inductor has in C++; got "
+        "float4_e2m1fn_x2. Export with cache.view(torch.uint8), and codes='e2m1'"
+    )
+    with pytest.raises(TypeError, match=re.escape(message)):
+        torch_frontend.aoti_compile_and_package(program)
+
+
 class CudaAttention(torch.nn.Module):
     def forward(self, *arguments: torch.Tensor) -> tuple[torch.Tensor]:
         return (OPS.paged_attention(*arguments, 0.25, 6),)

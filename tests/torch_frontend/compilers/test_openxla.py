@@ -328,7 +328,7 @@ def test_random_numbers_are_refused() -> None:
 def test_dtypes_that_pytorch_cannot_exchange_are_refused() -> None:
     case = next(x for x in SHORT_CASES if x.cache_dtype == "float8_e4m3fn")
     message = (
-        "PyTorch cannot exchange tensors of 8-bit floats with JAX; got torch.float8_e4m3fn on cpu"
+        "PyTorch cannot exchange tensors of floats of 8 or 4 bits with JAX; got torch.float8_e4m3fn"
     )
     with pytest.raises(NotImplementedError, match=message):
         backends.in_openxla_on_torch("paged_attention", *case.inputs(), **case.attributes())

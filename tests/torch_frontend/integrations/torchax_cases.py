@@ -109,7 +109,7 @@ def test_every_argument_of_an_operator_is_known() -> None:
         (OPS.paged_attention.default, jax_frontend.paged_attention),
         (OPS.kv_cache_update.default, jax_frontend.kv_cache_update),
         (OPS.kv_cache_update.with_scales, jax_frontend.kv_cache_update),
-        (OPS.kv_cache_update.with_norms, jax_frontend.kv_cache_update),
+        (OPS.kv_cache_update.full, jax_frontend.kv_cache_update),
         (OPS.ragged_paged_attention.default, jax_frontend.ragged_paged_attention),
         (OPS.varlen_attention.default, jax_frontend.varlen_attention),
         (OPS.simple_add.default, jax_frontend.simple_add),

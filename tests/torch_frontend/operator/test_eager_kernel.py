@@ -397,7 +397,7 @@ CALLS = {  # arguments, options, and the number of the argument that may need a 
     "ragged_paged_attention.default": (attend, {}, 0),
     "kv_cache_update.default": (write, {}, 1),
     "kv_cache_update.with_scales": ((int8, *write[1:]), made, 1),
-    "kv_cache_update.with_norms": (write, {"k_norm": torch.ones(8), "norm_eps": 1e-6}, 1),
+    "kv_cache_update.full": (write, {"k_norm": torch.ones(8), "norm_eps": 1e-6}, 1),
     "simple_add.default": (tensors(add()), {}, 0),
     "hadamard.default": ((parts,), {}, 0),
     "merge_attention.default": ((parts, parts.sum(-1)), {}, 0),

@@ -363,7 +363,7 @@ class XlaGpuAttentionImpl(LayerAttention, _Impl):
         out = q_out.view(-1, num_heads, self.head_size)[:num_tokens]
         out.copy_(query)
         self._update(
-            OPS.kv_cache_update.with_norms,
+            OPS.kv_cache_update.full,
             layer,
             (key, value),
             kv_cache,

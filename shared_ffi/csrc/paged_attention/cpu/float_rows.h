@@ -3,16 +3,11 @@
 // numbers gives to queries of float32.
 #pragma once
 
+#include "coded_rows.h"
 #include "mask.h"
 
 namespace xla_gpu::paged_attention {
 namespace {
-
-// Where something of a kv head lies for each position of a KV tile: `offset` bytes from there.
-struct RowPlaces {
-  const char* const* positions;  // [kMaxTile]
-  int64_t offset;
-};
 
 // Memory for a KV tile and a kv head: for K, then for V, so that both fit the nearest cache. Null
 // unless the call needs it.
@@ -47,8 +42,8 @@ class FloatRows {
                  nullptr};
     }
     num_groups_ = CeilDiv(row_size, scales_.group_size);
-    factors_stride_ = RoundUp(num_groups_, kLanes);  // vectors are stored whole
-    factors_ = arena->Take<float>(kMaxTile * factors_stride_);
+    gathered_ = arena->Take<char>(kMaxTile * num_groups_ * SizeOfScale());
+    factors_ = arena->Take<float>(kMaxTile * num_groups_);
   }
 
   bool AreUsed() const { return rows_ != nullptr; }
@@ -61,26 +56,30 @@ class FloatRows {
                             head * scales_.head_stride);
   }
 
-  // Expands the first `count` rows, in the place of all that were expanded before.
+#ifdef XLA_GPU_READS_CODES
+  // Whether the rows can be read by way of CodedRows.
+  bool AreCodes() const {
+    const int64_t size = scales_.group_size;
+    const bool has_shift = num_groups_ == 1 || (size & (size - 1)) == 0;
+    return AreUsed() && Is4Bit(dtype_) && row_size_ % kBlock == 0 && size % kBlock == 0 &&
+           has_shift;
+  }
+
+  // The first `count` rows, in the place of all those before.
+  //   scales: of each row, if there are any
+  CodedRows Codes(const RowPlaces& from, const RowPlaces& scales, int64_t count) const {
+    ReadFactors(scales, count);
+    const auto& table = dtype_ == DType::kInt4 ? kTable<Int4Codes> : kTable<Float4E2M1Codes>;
+    return {from, factors_, num_groups_,
+            num_groups_ == 1 ? 63 : __builtin_ctzll(scales_.group_size),
+            WidenInt8(Load<Bytes>(table.numbers))};
+  }
+#endif
+
+  // Expands the first `count` rows, in the place of all those before.
   //   scales: of each row, if there are any
   RowPlaces Expand(const RowPlaces& from, const RowPlaces& scales, int64_t count) const {
-    const float unit = dtype_ == DType::kFloat4E2M1 ? Float4E2M1Codes::kUnit : 1;
-    switch (scales_.dtype) {
-      case DType::kFloat32:
-        ReadFactors<float>(scales, count, unit);
-        break;
-      case DType::kFloat16:
-        ReadFactors<Half>(scales, count, unit);
-        break;
-      case DType::kBFloat16:
-        ReadFactors<BFloat16>(scales, count, unit);
-        break;
-      case DType::kFloat8E4M3:
-        ReadFactors<Float8E4M3>(scales, count, unit);
-        break;
-      default:
-        ReadFactors<Float8E8M0>(scales, count, unit);
-    }
+    ReadFactors(scales, count);
     switch (dtype_) {
       case DType::kFloat8E4M3:
         return Multiply<Float8E4M3>(from, count);
@@ -101,26 +100,48 @@ class FloatRows {
 
   int64_t SizeOfScale() const { return SizeOf(scales_.dtype); }
 
-  // Makes factors_ the scales of rows, each multiplied by the global scale and by `unit`, a power
-  // of two.
+  // Makes factors_ the scales of rows, each multiplied by the global scale and by the unit of the
+  // numbers, a power of two.
+  void ReadFactors(const RowPlaces& places, int64_t count) const {
+    const float unit = dtype_ == DType::kFloat4E2M1 ? Float4E2M1Codes::kUnit : 1;
+    if (scales_.data == nullptr) {
+      for (int64_t j = 0; j < count; ++j) factors_[j] = unit;
+      return;
+    }
+    switch (scales_.dtype) {
+      case DType::kFloat32:
+        return ReadFactorsAs<float>(places, count, unit);
+      case DType::kFloat16:
+        return ReadFactorsAs<Half>(places, count, unit);
+      case DType::kBFloat16:
+        return ReadFactorsAs<BFloat16>(places, count, unit);
+      case DType::kFloat8E4M3:
+        return ReadFactorsAs<Float8E4M3>(places, count, unit);
+      default:
+        return ReadFactorsAs<Float8E8M0>(places, count, unit);
+    }
+  }
+
+  // A row has fewer scales than a vector, so those of all rows are converted side by side. They
+  // fill whole vectors: `count` is whole steps.
   template <typename S>
-  void ReadFactors(const RowPlaces& places, int64_t count, float unit) const {
-    const float global = unit * (scales_.global == nullptr ? 1.0f : *scales_.global);
+  void ReadFactorsAs(const RowPlaces& places, int64_t count, float unit) const {
+    const float by = unit * (scales_.global == nullptr ? 1.0f : *scales_.global);
     const int64_t num_groups = num_groups_, stride = scales_.group_stride;
+    S* const gathered = reinterpret_cast<S*>(gathered_);
     for (int64_t j = 0; j < count; ++j) {
-      float* const factors = factors_ + j * factors_stride_;
-      if (scales_.data == nullptr) {
-        factors[0] = unit;
-        continue;
-      }
       const auto* const scales = reinterpret_cast<const S*>(places.positions[j] + places.offset);
+      S* const to = gathered + j * num_groups;
       if (stride == 1) {
-        for (int64_t i = 0; i < num_groups; i += kLanes) {
-          Store(LoadWide(scales + i, num_groups - i) * global, factors + i);
-        }
+        ForEachBlock<8>(0, num_groups, [&](auto size, int64_t i) {
+          std::memcpy(to + i, scales + i, size * sizeof(S));
+        });
       } else {
-        for (int64_t i = 0; i < num_groups; ++i) factors[i] = ToFloat(scales[i * stride]) * global;
+        for (int64_t i = 0; i < num_groups; ++i) to[i] = scales[i * stride];
       }
+    }
+    for (int64_t i = 0; i < count * num_groups; i += kLanes) {
+      Store(LoadWide(gathered + i, kLanes) * by, factors_ + i);
     }
   }
 
@@ -131,7 +152,7 @@ class FloatRows {
     for (int64_t j = 0; j < count; ++j) {
       const char* const row = from.positions[j] + from.offset;
       auto* const products = reinterpret_cast<float*>(rows_[j]);
-      const float* factor = factors_ + j * factors_stride_;
+      const float* factor = factors_ + j * num_groups_;
       const auto multiply_block = [&](int64_t d, float by) __attribute__((always_inline)) {
         Lanes numbers[kBlock / kLanes];
         NumbersOf<T>::LoadBlock(row, d, numbers);
@@ -154,10 +175,10 @@ class FloatRows {
   const DType dtype_;
   const int64_t row_size_;
   GroupScales scales_;
-  char** const rows_;       // [kMaxTile]
-  int64_t num_groups_ = 0;  // of a row
-  int64_t factors_stride_ = 0;
-  float* factors_ = nullptr;  // [kMaxTile, factors_stride_]: of the groups of each row
+  char** const rows_;         // [kMaxTile]
+  int64_t num_groups_ = 0;    // of a row
+  char* gathered_ = nullptr;  // [kMaxTile, num_groups_]: the scales
+  float* factors_ = nullptr;  // the same: what the numbers are multiplied by
 };
 
 }  // namespace

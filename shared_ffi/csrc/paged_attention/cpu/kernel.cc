@@ -4,6 +4,7 @@
 //   mask.h             which positions of a KV tile a row attends to
 //   page_table.h       where their K and V lie
 //   prefetch.h         the next tile is prefetched while the current one is read
+//   coded_rows.h       K and V of 4 bits, as few query rows read them with AVX-512
 //   float_rows.h       K and V with scales of groups become float32, tile by tile
 //   int4_rows.h        other K and V of 4 bits become those of 8 bits
 //   kv_rows.h          K and V of a tile, in the cache or packed
@@ -87,16 +88,38 @@ class ItemKernel {
     const int64_t first = head * rows_.per_head;
     Prefetcher next = pages_.PrefetcherOf(head, num_passes_);
     if (!is_packed_) {
-      const CachedRows<T> k{pages_.Keys(head)};
-      MultiplyCachedKeys(rows_, &queries_, mask_, tile, head, k, softmax_.weights(), &next);
+      WithKeys(head, [&](const auto& k) {
+        MultiplyCachedKeys(rows_, &queries_, mask_, tile, head, k, softmax_.weights(), &next);
+      });
       softmax_.template Apply<kCachedRows>(tile, head, sums_.States(first));
-      const CachedRows<T> v{pages_.Values(head)};
-      AddValues<kCachedRows>(rows_, mask_, tile, softmax_, v, !tile.is_partial, sums_.width(),
-                             sums_.Values(first), &next);
+      WithValues(head, [&](const auto& v) {
+        AddValues<kCachedRows>(rows_, mask_, tile, softmax_, v, !tile.is_partial, sums_.width(),
+                               sums_.Values(first), &next);
+      });
       return;
     }
     const bool is_safe = Pack(head, tile);
     AttendToPacked(head, tile, is_safe, &next);
+  }
+
+  // Calls function(rows) for a kv head's K, or V, of a tile as a few query rows read it.
+  template <typename Function>
+  void WithKeys(int64_t head, const Function& function) {
+#ifdef XLA_GPU_READS_CODES
+    if constexpr (std::is_same_v<T, float>) {
+      if (pages_.KeysAreCodes()) return function(pages_.KeyCodes(head));
+    }
+#endif
+    function(CachedRows<T>{pages_.Keys(head)});
+  }
+  template <typename Function>
+  void WithValues(int64_t head, const Function& function) {
+#ifdef XLA_GPU_READS_CODES
+    if constexpr (std::is_same_v<T, float>) {
+      if (pages_.ValuesAreCodes()) return function(pages_.ValueCodes(head));
+    }
+#endif
+    function(CachedRows<T>{pages_.Values(head)});
   }
 
   // Packs K and V of a tile. Returns whether a weight of zero may meet any V.

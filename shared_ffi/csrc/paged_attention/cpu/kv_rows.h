@@ -45,12 +45,23 @@ constexpr auto kValueOrder = kReadingOrder<kMaxTile / kGroup<T>, kStep / kGroup<
 template <typename T>
 struct CachedRows {
   using Storage = T;
+  using Row = const T*;
   using Steps = Prefetcher::Steps;
+  static constexpr int kAcross = Dot<T>::kAcross;
 
   RowPlaces places;
 
-  XLA_GPU_INLINE const T* Row(int64_t j) const {
+  XLA_GPU_INLINE Row RowOf(int64_t j) const {
     return reinterpret_cast<const T*>(places.positions[j] + places.offset);
+  }
+
+  // Loads neighbours from number d on, of which `count` exist, of each row of a vector.
+  XLA_GPU_INLINE void LoadAcross(const Row (&rows)[kRowsPerVector], int64_t d, int64_t count,
+                                 Lanes* to) const {
+    const void* from[kRowsPerVector];
+#pragma GCC unroll 2
+    for (int i = 0; i < kRowsPerVector; ++i) from[i] = rows[i] + d;
+    Dot<T>::Load(from, count, to);
   }
 
   // Loads the group of positions from j on, which is read as the i-th: Dot<T>::kDown vectors of
@@ -59,7 +70,7 @@ struct CachedRows {
                                 Lanes* to) const {
     const T* rows[kGroup<T>];
 #pragma GCC unroll 2
-    for (int i = 0; i < kGroup<T>; ++i) rows[i] = Row(j + i) + d;
+    for (int i = 0; i < kGroup<T>; ++i) rows[i] = RowOf(j + i) + d;
     Dot<T>::LoadDown(rows, count, to);
   }
 };
@@ -88,7 +99,7 @@ class PackedKeys {
 #pragma GCC unroll 16
         for (int i = 0; i < kLanes; ++i) {
           Lanes keys[kVectors];
-          Dot<T>::template Load<1>({k.Row(j + i) + d}, head_size_ - d, keys);
+          Dot<T>::template Load<1>({k.RowOf(j + i) + d}, head_size_ - d, keys);
           for (int v = 0; v < kVectors; ++v) squares[v][i] = keys[v];
         }
         for (int v = 0; v < kVectors; ++v) {

@@ -47,14 +47,23 @@ class PageTable {
   // The K, and the V, of the current tile, of a kv head of the item. Rows that are expanded take
   // the place of those of the head before, and as float32 V takes the place of K.
   RowPlaces Keys(int64_t head) const {
-    return Expanded(int4_keys_, float_keys_, {tile_.keys, head * keys_.head_bytes},
-                    {tile_.k_scales, float_keys_.ScalesOffset(0, 0, head)});
+    return Expanded(int4_keys_, float_keys_, KeyPlaces(head), KeyScales(head));
   }
   RowPlaces Values(int64_t head) const {
-    return Expanded(int4_values_, float_values_,
-                    {tile_.values, head * values_.head_bytes + value_offset_},
-                    {tile_.v_scales, float_values_.ScalesOffset(0, 0, head)});
+    return Expanded(int4_values_, float_values_, ValuePlaces(head), ValueScales(head));
   }
+
+#ifdef XLA_GPU_READS_CODES
+  // The same as CodedRows, where they are.
+  bool KeysAreCodes() const { return float_keys_.AreCodes(); }
+  CodedRows KeyCodes(int64_t head) const {
+    return float_keys_.Codes(KeyPlaces(head), KeyScales(head), num_current_);
+  }
+  bool ValuesAreCodes() const { return float_values_.AreCodes(); }
+  CodedRows ValueCodes(int64_t head) const {
+    return float_values_.Codes(ValuePlaces(head), ValueScales(head), num_current_);
+  }
+#endif
 
   // Bytes of a position's rows of K and V as Keys and Values give them.
   int64_t num_read() const {
@@ -98,6 +107,17 @@ class PageTable {
   }
 
  private:
+  RowPlaces KeyPlaces(int64_t head) const { return {tile_.keys, head * keys_.head_bytes}; }
+  RowPlaces ValuePlaces(int64_t head) const {
+    return {tile_.values, head * values_.head_bytes + value_offset_};
+  }
+  RowPlaces KeyScales(int64_t head) const {
+    return {tile_.k_scales, float_keys_.ScalesOffset(0, 0, head)};
+  }
+  RowPlaces ValueScales(int64_t head) const {
+    return {tile_.v_scales, float_values_.ScalesOffset(0, 0, head)};
+  }
+
   RowPlaces Expanded(const Int4Rows& int4_rows, const FloatRows& float_rows,
                      const RowPlaces& places, const RowPlaces& scales) const {
     if (std::is_same_v<T, float> && float_rows.AreUsed()) {

@@ -27,18 +27,18 @@ constexpr int64_t VectorOf(int64_t i) { return i / (4 * kRowsPerVector) * 4 + i 
 
 // logits[r, j] = q[r] . k[j] for R rows and kPositions positions from j on.
 //   q: [R, width], padded with zeros; logits: [R, kMaxTile]
-template <int R, typename T>
-XLA_GPU_INLINE void MultiplyCached(const float* q, const CachedRows<T>& k, int64_t j,
-                                   int64_t head_size, int64_t width, float* logits,
-                                   Prefetcher* next) {
-  constexpr int kVectors = Dot<T>::kAcross;
+template <int R, typename Keys>
+XLA_GPU_INLINE void MultiplyCached(const float* q, const Keys& k, int64_t j, int64_t head_size,
+                                   int64_t width, float* logits, Prefetcher* next) {
+  using T = typename Keys::Storage;
+  constexpr int kVectors = Keys::kAcross;
   constexpr int64_t kCount = kPositions<R> / kRowsPerVector;
   constexpr int64_t kColumns = kVectors * kChains * Dot<T>::kPerLane;
   Prefetcher::Steps steps(next, kPositions<R> * kColumns * sizeof(T));
-  const T* keys[kCount][kRowsPerVector];
+  typename Keys::Row keys[kCount][kRowsPerVector];
 #pragma GCC unroll 16
   for (int i = 0; i < kPositions<R>; ++i) {
-    keys[VectorOf(i)][i / 4 % kRowsPerVector] = k.Row(j + i);
+    keys[VectorOf(i)][i / 4 % kRowsPerVector] = k.RowOf(j + i);
   }
   Lanes sums[kCount][R];
   const auto add = [&](int64_t d, int64_t count, bool is_first) __attribute__((always_inline)) {
@@ -53,11 +53,8 @@ XLA_GPU_INLINE void MultiplyCached(const float* q, const CachedRows<T>& k, int64
     }
 #pragma GCC unroll 16
     for (int i = 0; i < kCount; ++i) {
-      const void* rows[kRowsPerVector];
-#pragma GCC unroll 2
-      for (int row = 0; row < kRowsPerVector; ++row) rows[row] = keys[i][row] + d;
       Lanes key[kVectors];
-      Dot<T>::Load(rows, count, key);
+      k.LoadAcross(keys[i], d, count, key);
 #pragma GCC unroll 2
       for (int v = 0; v < kVectors; ++v) {
 #pragma GCC unroll 16
@@ -154,9 +151,9 @@ __attribute__((noinline)) void MultiplyPacked(const float* q, const float* k, in
 
 // q . k of the rows at hand with a KV tile. Masked positions may be computed, too.
 //   logits: [tile.rows, kMaxTile]
-template <typename T>
+template <typename T, typename Keys>
 void MultiplyCachedKeys(const Rows& rows, Queries<T>* queries, const AttentionMask& mask,
-                        const KvTile& tile, int64_t head, const CachedRows<T>& k, float* logits,
+                        const KvTile& tile, int64_t head, const Keys& k, float* logits,
                         Prefetcher* next) {
   ForEachBlock<kCachedRows>(0, rows.per_head, [&](auto num_rows, int64_t first) {
     constexpr int64_t kCount = kPositions<num_rows>;

@@ -603,6 +603,7 @@ def test_sinks() -> None:
     ("family", "dtype"),
     [
         ("llama", "float16"),
+        ("llama", "nvfp4"),
         ("deepseek_v3", "int8_per_token_head"),
         ("deepseek_v3", "fp8_ds_mla"),
         ("deepseek_v3", "float16"),
