@@ -20,15 +20,18 @@ from harness.hlo import ATTENTION, UPDATE
 from harness.layouts import LATENT_LAYOUTS, LAYOUTS
 from jax_frontend._vmap import paged_attention as vmapped
 from jax_frontend._vmap.operands import Operand
+from shared_ffi import varlen_attention
 from tests.cases.bad_calls import DYNAMIC, BadCall
 from tests.cases.case import DECODE, JUNK, MIXED, SHORT_NAMES, Case, Groups
 from tests.cases.sound_calls import add, attention, split, update
 from tests.cases.updates import UpdateCase
+from tests.cases.varlen import VarlenCase
 from tests.support.backends import JAX_ERRORS
 from tests.support.calls import split_keywords
 from tests.support.gpu import Gpu
 from tests.support.gpu import attend as attend_on
 
+PACKED_ATTENTION = varlen_attention.TARGET
 BATCHES = (MIXED, DECODE, (), ((0, 0), (2, 3)), ((9, 21),))
 
 Tree = Any
@@ -87,6 +90,10 @@ def calls_of_one_shape(**fields: Any) -> tuple[list[Any], dict[str, Any], dict[s
         Case(id=f"call-{i}", sequences=sequences, first_token=i % 3, **fields)
         for i, sequences in enumerate(BATCHES)
     ]
+    return stacked(cases)
+
+
+def stacked(cases: Sequence[Any]) -> tuple[list[Any], dict[str, Any], dict[str, Any]]:
     arrays, options = zip(*(split_keywords(case.attributes()) for case in cases), strict=True)
 
     def stack(*each: Any) -> np.ndarray:
@@ -437,6 +444,102 @@ def test_ragged_paged_attention_v3() -> None:
     assert [len(hlo.custom_calls(text, x)) for x in (ATTENTION, UPDATE)] == [1, 1]
     expected = one_by_one(jax_frontend.ragged_paged_attention_v3, (0,) * 8, *arrays)
     assert_same_bits(jax.tree.map(np.asarray, attend(*arrays)), expected)
+
+
+PACKED = ((5, 0, 3, 9), (17,), (), (1, 1, 14, 2, 4))
+PACKED_FEATURES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "bf16": {"dtype": "bfloat16", "num_heads": 3, "num_kv_heads": 1},
+    "sinks": {"arrays": ("sinks",), "options": {"window_right": 2, "causal": False}},
+    "prefixes": {"arrays": ("prefix_seqs",), "options": {"max_query_len": 17}},
+    "everything": {
+        "value_head_size": 8,
+        "arrays": ("sinks", "alibi_slopes", "bidirectional_ranges", "causal", "prefix_seqs"),
+        "options": {"soft_cap": 3.0, "sliding_window": 6, "window_right": 2},
+    },
+}
+
+
+def packed_of(options: dict[str, Any]) -> Callable[..., Any]:
+    return lambda inputs, arrays: jax_frontend.varlen_attention(*inputs, **arrays, **options)
+
+
+def gradients_of(options: dict[str, Any]) -> Callable[..., Any]:
+    """The gradients of a call's output, and of the numbers of heads."""
+
+    def gradients(inputs: Any, arrays: Any) -> Any:
+        leaves = [*inputs[:3], {name: arrays[name] for name in SHARED_BY_CALLS if name in arrays}]
+
+        def loss(query: Any, key: Any, value: Any, of_heads: Any) -> Any:
+            output = packed_of(options)([query, key, value, *inputs[3:]], arrays | of_heads)
+            return jnp.square(output.astype(jnp.float32)).sum()
+
+        return (*jax.tree.leaves(jax.grad(loss, (0, 1, 2, 3))(*leaves)),)
+
+    return gradients
+
+
+@pytest.mark.parametrize("feature", PACKED_FEATURES)
+def test_packed_sequences(feature: str) -> None:
+    """Each call has its own sequences, and one has none. Calls that sum up gradients of sinks or slopes are
+    looped over."""
+    fields = PACKED_FEATURES[feature]
+    cases = [VarlenCase(str(x), x, padding=i % 3, **fields) for i, x in enumerate(PACKED)]
+    inputs, arrays, options = stacked(cases)
+    axes = {name: None if name in SHARED_BY_CALLS else 0 for name in arrays}
+    arrays = unstacked(arrays, axes)
+    check(packed_of(options), ([0] * 5, axes), inputs, arrays, target=PACKED_ATTENTION)
+    loops = "sinks" in arrays
+    target = f"{PACKED_ATTENTION}_backward"
+    check(gradients_of(options), ([0] * 5, axes), inputs, arrays, target=target, loops=loops)
+    inner = jax.vmap(gradients_of(options), ([0] * 5, axes))
+    twice = [np.stack([inputs[0], inputs[0][::-1]]), *inputs[1:]]
+    around = [0, *[None] * 4], dict.fromkeys(arrays)
+    check(inner, around, twice, arrays, target=target, loops=loops)
+
+
+def test_packed_sequences_with_mapped_sinks_are_looped_over() -> None:
+    case = VarlenCase("sinks", (3, 4), arrays=("sinks",))
+    arrays, options = split_keywords(case.attributes())
+    arrays["sinks"] = np.stack([arrays["sinks"], 2 * arrays["sinks"]])
+    operands = [*case.inputs()], arrays
+    axes = ([None] * 5, {"sinks": 0})
+    check(packed_of(options), axes, *operands, target=PACKED_ATTENTION, loops=True)
+
+
+def test_a_batch_of_derivatives() -> None:
+    """Of one call, as jax.jacrev asks for it."""
+    inputs = VarlenCase("jacobian", (5, 3)).inputs()
+    attend = partial(jax_frontend.varlen_attention, scale=0.25)
+
+    def gradients(dout: Any, inputs: Any) -> Any:
+        return jax.vjp(lambda *x: attend(*x, *inputs[3:]), *inputs[:3])[1](dout)
+
+    douts = np.random.default_rng(3).normal(size=(4, *inputs.query.shape)).astype(np.float32)
+    axes = (0, [None] * 5)
+    check(gradients, axes, douts, [*inputs], target=f"{PACKED_ATTENTION}_backward")
+
+
+PACKED_FAULTS: dict[str, tuple[int, np.ndarray]] = {
+    "order": (3, np.int32([0, 5, 4, 7])),
+    "end": (3, np.int32([0, 5, 7, 90])),
+    "count": (4, np.int32([4])),
+    "prefix": (5, np.int32([-1, 1, 0])),
+    "negative prefix": (5, np.int32([-1, -2, 0])),
+    "large prefix": (5, np.int32([-1, 2**31 - 1, 0])),
+}
+
+
+@pytest.mark.parametrize("fault", PACKED_FAULTS)
+def test_faulty_packed_sequences_are_an_error(fault: str) -> None:
+    case = VarlenCase("faults", (5, 0, 2), padding=0)
+    operands = [*case.inputs(), np.int32([-1, 0, 0])]
+    number, wrong = PACKED_FAULTS[fault]
+    operands = [np.stack([x, wrong if i == number else x, x]) for i, x in enumerate(operands)]
+    attend = partial(jax_frontend.varlen_attention, scale=0.5)
+    function = jax.vmap(lambda *x: attend(*x[:5], prefix_seqs=x[5]))
+    with pytest.raises(JAX_ERRORS, match="INVALID_ARGUMENT: varlen_attention: "):
+        jax.block_until_ready(function(*operands))
 
 
 def test_simple_add() -> None:
