@@ -53,21 +53,22 @@ def batch(
         return None
     ragged = ragged_batch(
         num_tokens,
-        context_lens.broadcast(size),
         operands["query_start_loc"].broadcast(size),
         operands["num_seqs"].broadcast(size).reshape(size),
     )
-    # An empty table for the sequence that ragged_batch adds to each call.
-    block_tables = jnp.pad(pool.block_tables, ((0, 0), (0, 1), (0, 0)))
+    lengths = jnp.where(ragged.is_used, context_lens.broadcast(size), 0)
+    of_stray = jnp.where(ragged.is_faulty, -1, 0)  # which the handler refuses
+    # An empty table for stray tokens.
+    block_tables = jnp.pad(flatten(pool.block_tables), ((0, size), (0, 0)))
     arrays = {name: ragged.take(operands[name]) for name in _OF_TOKENS if name in operands}
     arrays |= {
-        "context_lens": ragged.context_lens,
-        "block_tables": flatten(block_tables),
+        "context_lens": jnp.concatenate([flatten(lengths), of_stray]),
+        "block_tables": block_tables,
         "query_start_loc": ragged.query_start_loc,
-        "num_seqs": jnp.array(ragged.context_lens.shape[0], jnp.int32),
+        "num_seqs": ragged.num_seqs,
     }
-    if "causal" in operands:  # whatever it is for the additional sequence
-        arrays["causal"] = flatten(jnp.pad(operands["causal"].broadcast(size), ((0, 0), (0, 1))))
+    if "causal" in operands:  # whatever it is for stray tokens
+        arrays["causal"] = jnp.pad(flatten(operands["causal"].broadcast(size)), (0, size))
     return BatchedCall(
         arrays | pool.arrays,
         lambda results: [take(result, (ragged.rows,)) for result in results],

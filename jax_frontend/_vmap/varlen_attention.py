@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from jax_frontend._vmap.operands import (
@@ -35,28 +36,30 @@ def batch(
         or exceeds(size * (max_seqs + 1), MAX_INT32)
     ):
         return None
-    # ragged_batch gives sequences that are not in use 0, which stands for no prefix here.
-    prefixes = jnp.zeros((size, max_seqs), jnp.int32)
-    if "prefix_seqs" in operands:
-        own = operands["prefix_seqs"].broadcast(size)
-        prefixes = numbers_in_pool(own, max_seqs + 1) + 1
     ragged = ragged_batch(
         num_tokens,
-        prefixes,
         operands["query_start_loc"].broadcast(size),
         operands["num_seqs"].broadcast(size).reshape(size),
     )
-    prefixes = ragged.context_lens - 1
-    # No length tells the handler that a call is faulty: the whole batch is.
-    is_faulty = jnp.any(prefixes < -1)
+    # Stray tokens are behind starts that decrease, as in a call alone.
+    starts, stray_ends = jnp.split(ragged.query_start_loc, [size * max_seqs + 1])
+    stray_ends = jnp.where(ragged.is_faulty, -1, starts[-1])
     arrays = {name: x.array for name, x in of_heads.items()}
     arrays |= {name: ragged.take(operands[name]) for name in _OF_TOKENS if name in operands}
-    arrays["query_start_loc"] = ragged.query_start_loc
-    arrays["num_seqs"] = jnp.where(is_faulty, -1, jnp.int32(prefixes.shape[0]))
-    if "causal" in operands:  # whatever it is for the sequence that ragged_batch adds to each call
-        arrays["causal"] = flatten(jnp.pad(operands["causal"].broadcast(size), ((0, 0), (0, 1))))
+    arrays["query_start_loc"] = jnp.concatenate([starts, stray_ends])
+    arrays["num_seqs"] = ragged.num_seqs
+    if "causal" in operands:  # whatever it is for stray tokens
+        arrays["causal"] = jnp.pad(flatten(operands["causal"].broadcast(size)), (0, size))
     if "prefix_seqs" in operands:
-        arrays["prefix_seqs"] = prefixes
-    return BatchedCall(
-        arrays, lambda results: [take(result, (ragged.rows,)) for result in results], {}
-    )
+        prefixes = numbers_in_pool(operands["prefix_seqs"].broadcast(size), max_seqs)
+        prefixes = jnp.where(ragged.is_used, prefixes, -1)
+        arrays["prefix_seqs"] = jnp.pad(flatten(prefixes), (0, size), constant_values=-1)
+
+    def unbatch(results: Sequence[jax.Array]) -> list[jax.Array]:
+        of_padding = [-jnp.inf if x.ndim == 2 else 0 for x in results]  # a log-sum-exp, or rows
+        return [
+            take(x, (ragged.rows,), fill_value)
+            for x, fill_value in zip(results, of_padding, strict=True)
+        ]
+
+    return BatchedCall(arrays, unbatch, {})

@@ -19,6 +19,7 @@ from harness.compare import assert_same_bits
 from harness.hlo import ATTENTION, UPDATE
 from harness.layouts import LATENT_LAYOUTS, LAYOUTS
 from jax_frontend._vmap import paged_attention as vmapped
+from jax_frontend._vmap import varlen_attention as packed_calls
 from jax_frontend._vmap.operands import Operand
 from shared_ffi import varlen_attention
 from tests.cases.bad_calls import DYNAMIC, BadCall
@@ -26,6 +27,7 @@ from tests.cases.case import DECODE, JUNK, MIXED, SHORT_NAMES, Case, Groups
 from tests.cases.sound_calls import add, attention, split, update
 from tests.cases.updates import UpdateCase
 from tests.cases.varlen import VarlenCase
+from tests.support import varlen_calls as packed
 from tests.support.backends import JAX_ERRORS
 from tests.support.calls import split_keywords
 from tests.support.gpu import Gpu
@@ -520,26 +522,78 @@ def test_a_batch_of_derivatives() -> None:
     check(gradients, axes, douts, [*inputs], target=f"{PACKED_ATTENTION}_backward")
 
 
-PACKED_FAULTS: dict[str, tuple[int, np.ndarray]] = {
-    "order": (3, np.int32([0, 5, 4, 7])),
-    "end": (3, np.int32([0, 5, 7, 90])),
-    "count": (4, np.int32([4])),
-    "prefix": (5, np.int32([-1, 1, 0])),
-    "negative prefix": (5, np.int32([-1, -2, 0])),
-    "large prefix": (5, np.int32([-1, 2**31 - 1, 0])),
+PACKED_FAULTS: dict[str, dict[str, Any]] = {
+    "order": {"query_start_loc": [0, 5, 4, 7]},
+    "first": {"query_start_loc": [-1, 5, 5, 7]},
+    "end": {"query_start_loc": [0, 5, 7, 90]},
+    "count": {"num_seqs": [4]},
+    "negative count": {"num_seqs": [-1]},
+    "prefix": {"prefix_seqs": [-1, 1, 0]},
+    "negative prefix": {"prefix_seqs": [-1, -2, 0]},
+    "large prefix": {"prefix_seqs": [-1, 2**31 - 1, 0]},
+    "both": {"query_start_loc": [0, 2, 7, 6], "prefix_seqs": [-1, 2, 0]},
 }
+
+
+def between_sound_packed_calls(fault: str, padding: int = 0) -> dict[str, np.ndarray]:
+    """The operands of three calls; the second breaks a rule."""
+    case = VarlenCase("faults", (5, 0, 2), padding=padding)
+    sound = dict(zip(packed.ARRAYS, case.inputs(), strict=True))
+    if "prefix_seqs" in PACKED_FAULTS[fault]:
+        sound["prefix_seqs"] = np.zeros(len(sound["query_start_loc"]) - 1, np.int32)
+        sound["prefix_seqs"][0] = -1
+    operands = {name: np.stack([x] * 3) for name, x in sound.items()}
+    for name, wrong in PACKED_FAULTS[fault].items():
+        operands[name][1].flat[: len(wrong)] = wrong
+    return operands
 
 
 @pytest.mark.parametrize("fault", PACKED_FAULTS)
 def test_faulty_packed_sequences_are_an_error(fault: str) -> None:
-    case = VarlenCase("faults", (5, 0, 2), padding=0)
-    operands = [*case.inputs(), np.int32([-1, 0, 0])]
-    number, wrong = PACKED_FAULTS[fault]
-    operands = [np.stack([x, wrong if i == number else x, x]) for i, x in enumerate(operands)]
     attend = partial(jax_frontend.varlen_attention, scale=0.5)
-    function = jax.vmap(lambda *x: attend(*x[:5], prefix_seqs=x[5]))
-    with pytest.raises(JAX_ERRORS, match="INVALID_ARGUMENT: varlen_attention: "):
-        jax.block_until_ready(function(*operands))
+    operands = between_sound_packed_calls(fault)
+    rule = (
+        r"prefix_seqs\[4\] must"
+        if "prefix_seqs" in PACKED_FAULTS[fault]
+        else r".*query_start_loc\[11\]=-1 "
+    )
+    with pytest.raises(JAX_ERRORS, match=f"INVALID_ARGUMENT: varlen_attention: {rule}"):
+        jax.block_until_ready(jax.vmap(lambda x: attend(**x))(operands))
+
+
+@pytest.mark.parametrize("padding", [0, 2])
+@pytest.mark.parametrize("fault", PACKED_FAULTS)
+def test_faulty_packed_sequences_on_cuda_affect_one_call(
+    fault: str, padding: int, gpu: Gpu
+) -> None:
+    """The faulty call has the same rows as alone, some of them NaN. The other calls are right."""
+    operands = between_sound_packed_calls(fault, padding)
+    operands["num_seqs"] = operands["num_seqs"].reshape(3, 1)
+    forward = partial(packed.attend, gpu)
+    outputs, lse = one_call_of(forward, operands)
+    dout = np.random.default_rng(5).normal(size=outputs.shape).astype(np.float32)
+    of_output = {"output": outputs, "lse": lse, "dout": dout}
+
+    def backward(arrays: dict[str, Any]) -> tuple[np.ndarray, ...]:
+        output, lse, dout = (arrays.pop(name) for name in of_output)
+        return (*packed.differentiate(gpu, arrays, dout, (output, lse)).values(),)
+
+    for function, arrays in ((forward, operands), (backward, operands | of_output)):
+        found = one_call_of(function, arrays)
+        for i in range(3):
+            alone = function({name: x[i] for name, x in arrays.items()} | {"scale": 0.5})
+            for of_all, of_one in zip(found, alone, strict=True):
+                assert_same_bits(of_all[i], of_one)
+
+
+def one_call_of(function: Callable[..., Any], operands: dict[str, Any]) -> list[np.ndarray]:
+    """The results of a handler for the calls under jax.vmap."""
+    mapped = {name: Operand(jnp.asarray(x), True) for name, x in operands.items()}
+    batched = packed_calls.batch(3, mapped, {})
+    assert batched is not None
+    arrays = {name: np.asarray(x) for name, x in batched.arrays.items()}
+    results = function(arrays | {"num_seqs": arrays["num_seqs"].reshape(1), "scale": 0.5})
+    return [np.asarray(x) for x in batched.unbatch([*map(jnp.asarray, results)])]
 
 
 def test_simple_add() -> None:
