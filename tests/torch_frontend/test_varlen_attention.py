@@ -3,6 +3,7 @@ the eager call, or is refused by name."""
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -16,6 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 import torch_frontend
 from tests.support import backends, scripts
+
+with contextlib.suppress(ImportError):  # it is there beside some versions of PyTorch alone
+    import torch_xla  # noqa: F401  (before the first backward pass: see tests/conftest.py)
 
 OPS = torch.ops.xla_gpu
 HEADS, KV_HEADS, SIZE, TOKENS = 4, 2, 16, 9
