@@ -18,7 +18,8 @@ Dims = Sequence[int | None]
 
 
 def batch(overload: torch._ops.OpOverload, bound: TensorArguments) -> Any:
-    """Makes a call of tensors under ``torch.func.vmap``."""
+    """Makes a call of tensors under ``torch.func.vmap``. This is what torch.library.register_vmap
+    does, which refuses ops with keyword-only tensors."""
 
     def as_one(info: Any, dims: Dims, *tensors: torch.Tensor) -> Any:
         return _as_one(call, info.batch_size, dims, tensors)
