@@ -357,6 +357,24 @@ def test_vmap(name: str, kv_heads: int) -> None:
     assert_equal(together, [torch.stack(x) for x in zip(*each, strict=True)])
 
 
+def test_vmap_of_no_calls() -> None:
+    inputs = [x.requires_grad_() for x in arrays()]
+    found = func.vmap(attend)(*[x[None][:0] for x in inputs])
+    assert found.shape == (0, TOKENS, HEADS, SIZE) and found.requires_grad
+    assert all(not x.any() for x in torch.autograd.grad(found.sum(), inputs))
+    starts = batch()[0][None][:0]
+    run = func.vmap(lambda x: OPS.varlen_attention.lse(*inputs, x, batch()[1], 0.25))
+    assert [x.shape for x in run(starts)] == [found.shape, found.shape[:-1]]
+
+
+def test_vmap_names_the_shapes_of_one_call() -> None:
+    inputs, sinks = [torch.stack([x, x]) for x in arrays()], torch.zeros(HEADS + 1)
+    with pytest.raises(
+        ValueError, match=rf"^varlen_attention: sinks .* \[num_heads={HEADS}\]; got"
+    ):
+        func.vmap(lambda *x: attend(*x, sinks=sinks))(*inputs)
+
+
 def test_opcheck() -> None:
     features = {name: make() for name, make in META.items() if name != "causal"}
     for inputs in (arrays(), [x.requires_grad_() for x in arrays()]):

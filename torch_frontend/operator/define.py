@@ -147,7 +147,9 @@ class Operator:
 
         is_func = keys.has(torch._C.DispatchKey.FuncTorchBatched)
         batch = vmap.batch if is_func else vmap.batch_gradients
-        return batch(self._overload, self._reader.read(arguments, keywords))
+        bound = self._reader.read(arguments, keywords)
+        bound.on(specs(bound.tensors))  # refuses one call's shapes, not those of all
+        return batch(self._overload, bound)
 
     def _below_autograd(self, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
         with torch._C._AutoDispatchBelowAutograd():

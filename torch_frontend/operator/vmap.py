@@ -61,6 +61,13 @@ def _as_one(
     or ``[tokens, heads, ...]``, and a head's results depend on no other group's: the calls' heads
     become those of one call. Calls that differ in other arrays, which say where sequences are, are
     made one by one."""
+    if size == 0:  # a call of zeros, whose results are not taken
+        one = [
+            x if dim is None else x.sum(dim, dtype=x.dtype)
+            for x, dim in zip(tensors, dims, strict=True)
+        ]
+        results = call(*one)
+        return _each(lambda x: x[None][:0], results), _each(lambda _: 0, results)
     mapped = [*zip(tensors, dims, strict=True)]
     if all(dim is None or x.is_floating_point() for x, dim in mapped):
         results = call(*[_with_all_heads(x, dim, size) for x, dim in mapped])
