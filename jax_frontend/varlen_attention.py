@@ -79,7 +79,8 @@ def varlen_attention(
         these sums.
 
         It works under JAX's transformations, in ``jax.export`` and on devices that share the heads;
-        under ``jax.vmap`` it is a loop. There is no second derivative, and none in forward mode.
+        ``jax.vmap`` packs the calls into one, or loops where sinks or slopes differ, or have a
+        gradient. There is no second derivative, and none in forward mode.
 
     Raises:
         ValueError, TypeError, jax.errors.JaxRuntimeError: as in ``paged_attention``.

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.interpreters import batching
 
 from jax_frontend import _call
-from jax_frontend._vmap import kv_cache_update, paged_attention
+from jax_frontend._vmap import kv_cache_update, paged_attention, varlen_attention
 from jax_frontend._vmap.operands import BatchingRule, Operand, elementwise
 from shared_ffi.spec import Call, value_error
 from shared_ffi.xla import lowering
@@ -19,6 +19,8 @@ RULES: dict[str, BatchingRule] = {
     "simple_add": elementwise,
     "kv_cache_update": kv_cache_update.batch,
     "paged_attention": paged_attention.batch,
+    "varlen_attention": varlen_attention.batch,
+    "varlen_attention_backward": varlen_attention.batch,
 }
 """How each op batches calls; an op that is not here loops over them."""
 

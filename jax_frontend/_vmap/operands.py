@@ -64,14 +64,18 @@ def flatten(arrays: jax.Array) -> jax.Array:
     return jax.lax.collapse(arrays, 0, 2)
 
 
-def take(array: jax.Array, places: tuple[jax.Array, ...]) -> jax.Array:
+def take(
+    array: jax.Array, places: tuple[jax.Array, ...], fill_value: float | None = None
+) -> jax.Array:
     """The elements of an array at these places of its first dimensions, which are not sharded; the
-    other dimensions stay sharded as they are. A place that is past the end is the last one."""
+    other dimensions stay sharded as they are. A place that is past the end is the last one, or has
+    the value to fill."""
     sharding = jax.typeof(array).sharding
     spec = jax.sharding.PartitionSpec(*[None] * places[0].ndim, *sharding.spec[len(places) :])
     is_sharded = any(axes is not None for axes in sharding.spec)
     out_sharding = jax.sharding.NamedSharding(sharding.mesh, spec) if is_sharded else None
-    return array.at[places].get(mode="clip", out_sharding=out_sharding)
+    mode = "clip" if fill_value is None else "fill"
+    return array.at[places].get(mode=mode, fill_value=fill_value, out_sharding=out_sharding)
 
 
 def numbers_in_pool(numbers: jax.Array, count: int) -> jax.Array:

@@ -19,16 +19,21 @@ from harness.compare import assert_same_bits
 from harness.hlo import ATTENTION, UPDATE
 from harness.layouts import LATENT_LAYOUTS, LAYOUTS
 from jax_frontend._vmap import paged_attention as vmapped
+from jax_frontend._vmap import varlen_attention as packed_calls
 from jax_frontend._vmap.operands import Operand
+from shared_ffi import varlen_attention
 from tests.cases.bad_calls import DYNAMIC, BadCall
 from tests.cases.case import DECODE, JUNK, MIXED, SHORT_NAMES, Case, Groups
 from tests.cases.sound_calls import add, attention, split, update
 from tests.cases.updates import UpdateCase
+from tests.cases.varlen import VarlenCase
+from tests.support import varlen_calls as packed
 from tests.support.backends import JAX_ERRORS
 from tests.support.calls import split_keywords
 from tests.support.gpu import Gpu
 from tests.support.gpu import attend as attend_on
 
+PACKED_ATTENTION = varlen_attention.TARGET
 BATCHES = (MIXED, DECODE, (), ((0, 0), (2, 3)), ((9, 21),))
 
 Tree = Any
@@ -87,6 +92,10 @@ def calls_of_one_shape(**fields: Any) -> tuple[list[Any], dict[str, Any], dict[s
         Case(id=f"call-{i}", sequences=sequences, first_token=i % 3, **fields)
         for i, sequences in enumerate(BATCHES)
     ]
+    return stacked(cases)
+
+
+def stacked(cases: Sequence[Any]) -> tuple[list[Any], dict[str, Any], dict[str, Any]]:
     arrays, options = zip(*(split_keywords(case.attributes()) for case in cases), strict=True)
 
     def stack(*each: Any) -> np.ndarray:
@@ -437,6 +446,154 @@ def test_ragged_paged_attention_v3() -> None:
     assert [len(hlo.custom_calls(text, x)) for x in (ATTENTION, UPDATE)] == [1, 1]
     expected = one_by_one(jax_frontend.ragged_paged_attention_v3, (0,) * 8, *arrays)
     assert_same_bits(jax.tree.map(np.asarray, attend(*arrays)), expected)
+
+
+PACKED = ((5, 0, 3, 9), (17,), (), (1, 1, 14, 2, 4))
+PACKED_FEATURES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "bf16": {"dtype": "bfloat16", "num_heads": 3, "num_kv_heads": 1},
+    "sinks": {"arrays": ("sinks",), "options": {"window_right": 2, "causal": False}},
+    "prefixes": {"arrays": ("prefix_seqs",), "options": {"max_query_len": 17}},
+    "everything": {
+        "value_head_size": 8,
+        "arrays": ("sinks", "alibi_slopes", "bidirectional_ranges", "causal", "prefix_seqs"),
+        "options": {"soft_cap": 3.0, "sliding_window": 6, "window_right": 2},
+    },
+}
+
+
+def packed_of(options: dict[str, Any]) -> Callable[..., Any]:
+    return lambda inputs, arrays: jax_frontend.varlen_attention(*inputs, **arrays, **options)
+
+
+def gradients_of(options: dict[str, Any]) -> Callable[..., Any]:
+    """The gradients of a call's output, and of the numbers of heads."""
+
+    def gradients(inputs: Any, arrays: Any) -> Any:
+        leaves = [*inputs[:3], {name: arrays[name] for name in SHARED_BY_CALLS if name in arrays}]
+
+        def loss(query: Any, key: Any, value: Any, of_heads: Any) -> Any:
+            output = packed_of(options)([query, key, value, *inputs[3:]], arrays | of_heads)
+            return jnp.square(output.astype(jnp.float32)).sum()
+
+        return (*jax.tree.leaves(jax.grad(loss, (0, 1, 2, 3))(*leaves)),)
+
+    return gradients
+
+
+@pytest.mark.parametrize("feature", PACKED_FEATURES)
+def test_packed_sequences(feature: str) -> None:
+    """Each call has its own sequences, and one has none. Calls that sum up gradients of sinks or slopes are
+    looped over."""
+    fields = PACKED_FEATURES[feature]
+    cases = [VarlenCase(str(x), x, padding=i % 3, **fields) for i, x in enumerate(PACKED)]
+    inputs, arrays, options = stacked(cases)
+    axes = {name: None if name in SHARED_BY_CALLS else 0 for name in arrays}
+    arrays = unstacked(arrays, axes)
+    check(packed_of(options), ([0] * 5, axes), inputs, arrays, target=PACKED_ATTENTION)
+    loops = "sinks" in arrays
+    target = f"{PACKED_ATTENTION}_backward"
+    check(gradients_of(options), ([0] * 5, axes), inputs, arrays, target=target, loops=loops)
+    inner = jax.vmap(gradients_of(options), ([0] * 5, axes))
+    twice = [np.stack([inputs[0], inputs[0][::-1]]), *inputs[1:]]
+    around = [0, *[None] * 4], dict.fromkeys(arrays)
+    check(inner, around, twice, arrays, target=target, loops=loops)
+
+
+def test_packed_sequences_with_mapped_sinks_are_looped_over() -> None:
+    case = VarlenCase("sinks", (3, 4), arrays=("sinks",))
+    arrays, options = split_keywords(case.attributes())
+    arrays["sinks"] = np.stack([arrays["sinks"], 2 * arrays["sinks"]])
+    operands = [*case.inputs()], arrays
+    axes = ([None] * 5, {"sinks": 0})
+    check(packed_of(options), axes, *operands, target=PACKED_ATTENTION, loops=True)
+
+
+def test_a_batch_of_derivatives() -> None:
+    """Of one call, as jax.jacrev asks for it."""
+    inputs = VarlenCase("jacobian", (5, 3)).inputs()
+    attend = partial(jax_frontend.varlen_attention, scale=0.25)
+
+    def gradients(dout: Any, inputs: Any) -> Any:
+        return jax.vjp(lambda *x: attend(*x, *inputs[3:]), *inputs[:3])[1](dout)
+
+    douts = np.random.default_rng(3).normal(size=(4, *inputs.query.shape)).astype(np.float32)
+    axes = (0, [None] * 5)
+    check(gradients, axes, douts, [*inputs], target=f"{PACKED_ATTENTION}_backward")
+
+
+PACKED_FAULTS: dict[str, dict[str, Any]] = {
+    "order": {"query_start_loc": [0, 5, 4, 7]},
+    "first": {"query_start_loc": [-1, 5, 5, 7]},
+    "end": {"query_start_loc": [0, 5, 7, 90]},
+    "count": {"num_seqs": [4]},
+    "negative count": {"num_seqs": [-1]},
+    "prefix": {"prefix_seqs": [-1, 1, 0]},
+    "negative prefix": {"prefix_seqs": [-1, -2, 0]},
+    "large prefix": {"prefix_seqs": [-1, 2**31 - 1, 0]},
+    "both": {"query_start_loc": [0, 2, 7, 6], "prefix_seqs": [-1, 2, 0]},
+}
+
+
+def between_sound_packed_calls(fault: str, padding: int = 0) -> dict[str, np.ndarray]:
+    """The operands of three calls; the second breaks a rule."""
+    case = VarlenCase("faults", (5, 0, 2), padding=padding)
+    sound = dict(zip(packed.ARRAYS, case.inputs(), strict=True))
+    if "prefix_seqs" in PACKED_FAULTS[fault]:
+        sound["prefix_seqs"] = np.zeros(len(sound["query_start_loc"]) - 1, np.int32)
+        sound["prefix_seqs"][0] = -1
+    operands = {name: np.stack([x] * 3) for name, x in sound.items()}
+    for name, wrong in PACKED_FAULTS[fault].items():
+        operands[name][1].flat[: len(wrong)] = wrong
+    return operands
+
+
+@pytest.mark.parametrize("fault", PACKED_FAULTS)
+def test_faulty_packed_sequences_are_an_error(fault: str) -> None:
+    attend = partial(jax_frontend.varlen_attention, scale=0.5)
+    operands = between_sound_packed_calls(fault)
+    rule = (
+        r"prefix_seqs\[4\] must"
+        if "prefix_seqs" in PACKED_FAULTS[fault]
+        else r".*query_start_loc\[11\]=-1 "
+    )
+    with pytest.raises(JAX_ERRORS, match=f"INVALID_ARGUMENT: varlen_attention: {rule}"):
+        jax.block_until_ready(jax.vmap(lambda x: attend(**x))(operands))
+
+
+@pytest.mark.parametrize("padding", [0, 2])
+@pytest.mark.parametrize("fault", PACKED_FAULTS)
+def test_faulty_packed_sequences_on_cuda_affect_one_call(
+    fault: str, padding: int, gpu: Gpu
+) -> None:
+    """The faulty call has the same rows as alone, some of them NaN. The other calls are right."""
+    operands = between_sound_packed_calls(fault, padding)
+    operands["num_seqs"] = operands["num_seqs"].reshape(3, 1)
+    forward = partial(packed.attend, gpu)
+    outputs, lse = one_call_of(forward, operands)
+    dout = np.random.default_rng(5).normal(size=outputs.shape).astype(np.float32)
+    of_output = {"output": outputs, "lse": lse, "dout": dout}
+
+    def backward(arrays: dict[str, Any]) -> tuple[np.ndarray, ...]:
+        output, lse, dout = (arrays.pop(name) for name in of_output)
+        return (*packed.differentiate(gpu, arrays, dout, (output, lse)).values(),)
+
+    for function, arrays in ((forward, operands), (backward, operands | of_output)):
+        found = one_call_of(function, arrays)
+        for i in range(3):
+            alone = function({name: x[i] for name, x in arrays.items()} | {"scale": 0.5})
+            for of_all, of_one in zip(found, alone, strict=True):
+                assert_same_bits(of_all[i], of_one)
+
+
+def one_call_of(function: Callable[..., Any], operands: dict[str, Any]) -> list[np.ndarray]:
+    """The results of a handler for the calls under jax.vmap."""
+    mapped = {name: Operand(jnp.asarray(x), True) for name, x in operands.items()}
+    batched = packed_calls.batch(3, mapped, {})
+    assert batched is not None
+    arrays = {name: np.asarray(x) for name, x in batched.arrays.items()}
+    results = function(arrays | {"num_seqs": arrays["num_seqs"].reshape(1), "scale": 0.5})
+    return [np.asarray(x) for x in batched.unbatch([*map(jnp.asarray, results)])]
 
 
 def test_simple_add() -> None:

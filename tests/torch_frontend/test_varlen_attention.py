@@ -3,6 +3,8 @@ the eager call, or is refused by name."""
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
@@ -15,6 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 import torch_frontend
 from tests.support import backends, scripts
+
+with contextlib.suppress(ImportError):  # it is there beside some versions of PyTorch alone
+    import torch_xla  # noqa: F401  (before the first backward pass: see tests/conftest.py)
 
 OPS = torch.ops.xla_gpu
 HEADS, KV_HEADS, SIZE, TOKENS = 4, 2, 16, 9
@@ -55,16 +60,16 @@ def expected() -> tuple[torch.Tensor, ...]:
     return gradients(attend, *arrays())
 
 
-def compiled(backend: str, **options: Any) -> Any:
+def mapped(*inputs: torch.Tensor) -> torch.Tensor:
+    return func.vmap(attend)(*[x[None] for x in inputs])[0]
+
+
+def compiled(backend: str, function: Any = attend, **options: Any) -> Any:
     def run(*inputs: torch.Tensor) -> torch.Tensor:
         torch._dynamo.reset()
-        return torch.compile(attend, backend=backend, fullgraph=True, **options)(*inputs)
+        return torch.compile(function, backend=backend, fullgraph=True, **options)(*inputs)
 
     return run
-
-
-def looped(*inputs: torch.Tensor) -> torch.Tensor:
-    return func.vmap(attend)(*[x[None] for x in inputs])[0]
 
 
 def on_xla(*inputs: torch.Tensor) -> torch.Tensor:
@@ -95,7 +100,8 @@ SETTINGS: dict[str, Callable[..., torch.Tensor]] = {
     "lse": lambda *x: OPS.varlen_attention.lse(*x, *batch(), 0.25)[0],
     "checkpoint": lambda *x: checkpoint(attend, *x, use_reentrant=False),
     "saved on the host": saved_on_the_host,
-    "vmap": looped,
+    "vmap": mapped,
+    "vmap, compiled": compiled("aot_eager", function=mapped),
     "aot_eager": compiled("aot_eager"),
     "inductor": compiled("inductor"),
     "dynamic": compiled("inductor", dynamic=True),
@@ -297,6 +303,76 @@ def test_meta_tensors(needs_grad: bool) -> None:
     assert output.device.type == "meta" and output.requires_grad
     found = torch.autograd.grad(output.sum(), leaves)
     assert [x.shape for x in found] == [x.shape for x in leaves]
+
+
+VMAPPED: dict[str, tuple[str, ...]] = {
+    "all": ("query", "key", "value", "sinks", "alibi_slopes"),
+    "query": ("query",),
+    "key": ("key",),
+    "sinks": ("sinks",),
+    "ranges": ("query", "bidirectional_ranges"),
+    "causal": ("causal",),
+    "starts": ("query_start_loc",),
+}
+
+
+@pytest.mark.parametrize("kv_heads", [1, KV_HEADS])
+@pytest.mark.parametrize("name", VMAPPED)
+def test_vmap(name: str, kv_heads: int) -> None:
+    """Each call, and each of a batch of derivatives, has the bits that it has alone. Calls that share their
+    sequences are one call."""
+    names = ("query", "key", "value", "query_start_loc", "num_seqs")
+    inputs = [x.requires_grad_() for x in arrays(kv_heads=kv_heads)]
+    given = dict(zip(names, (*inputs, *batch()), strict=True))
+    given |= {name: make() for name, make in META.items()}
+    given |= {x: torch.rand(HEADS, requires_grad=True) for x in ("sinks", "alibi_slopes")}
+    others = {"query_start_loc": torch.tensor([0, 2, 9], dtype=I32)}
+    others |= {"causal": torch.tensor([0, 1], dtype=I32)}
+    others["bidirectional_ranges"] = torch.tensor([[0, 3]] * TOKENS, dtype=I32)
+    mapped = {
+        x: torch.stack([given[x], others.get(x, -given[x]), given[x]], -1) for x in VMAPPED[name]
+    }
+
+    def attend(own: dict[str, torch.Tensor]) -> torch.Tensor:
+        options = {"scale": 0.25, "soft_cap": 3.0, "sliding_window": 4, "window_right": 2}
+        return torch_frontend.varlen_attention(**given | own, **options)
+
+    def gradients(outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        loss = sum(x.square().sum() for x in outputs)
+        leaves = [x for x in given.values() if x.requires_grad]
+        return [*torch.autograd.grad(loss, leaves, retain_graph=True)]
+
+    alone = [attend({x: y[..., i] for x, y in mapped.items()}) for i in range(3)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # PyTorch warns of its own loop
+        found = func.vmap(attend, -1, 1)(mapped)
+        lse = func.vmap(lambda x: OPS.varlen_attention.lse(x, *inputs[1:], *batch(), 0.25), 1)
+        lse(torch.stack([inputs[0]] * 2, 1))
+    assert_equal(found.unbind(1), alone)
+    assert_equal(gradients([*found.unbind(1)]), gradients(alone))
+    leaves = [x for x in given.values() if x.requires_grad]
+    douts = torch.randn(3, TOKENS, HEADS, SIZE)
+    each = [torch.autograd.grad(alone[0], leaves, x, retain_graph=True) for x in douts]
+    together = torch.autograd.grad(alone[0], leaves, douts, is_grads_batched=True)
+    assert_equal(together, [torch.stack(x) for x in zip(*each, strict=True)])
+
+
+def test_vmap_of_no_calls() -> None:
+    inputs = [x.requires_grad_() for x in arrays()]
+    found = func.vmap(attend)(*[x[None][:0] for x in inputs])
+    assert found.shape == (0, TOKENS, HEADS, SIZE) and found.requires_grad
+    assert all(not x.any() for x in torch.autograd.grad(found.sum(), inputs))
+    starts = batch()[0][None][:0]
+    run = func.vmap(lambda x: OPS.varlen_attention.lse(*inputs, x, batch()[1], 0.25))
+    assert [x.shape for x in run(starts)] == [found.shape, found.shape[:-1]]
+
+
+def test_vmap_names_the_shapes_of_one_call() -> None:
+    inputs, sinks = [torch.stack([x, x]) for x in arrays()], torch.zeros(HEADS + 1)
+    with pytest.raises(
+        ValueError, match=rf"^varlen_attention: sinks .* \[num_heads={HEADS}\]; got"
+    ):
+        func.vmap(lambda *x: attend(*x, sinks=sinks))(*inputs)
 
 
 def test_opcheck() -> None:

@@ -140,6 +140,17 @@ class Operator:
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
             return self._overload(*cast, **keywords)
 
+    def vmap(self, keys: Any, *arguments: Any, **keywords: Any) -> Any:
+        """The kernel of an op that has a derivative for tensors under torch.func.vmap, or under
+        is_grads_batched."""
+        from torch_frontend.operator import vmap  # noqa: PLC0415  (takes long to import)
+
+        is_func = keys.has(torch._C.DispatchKey.FuncTorchBatched)
+        batch = vmap.batch if is_func else vmap.batch_gradients
+        bound = self._reader.read(arguments, keywords)
+        bound.on(specs(bound.tensors))  # refuses one call's shapes, not those of all
+        return batch(self._overload, bound)
+
     def _below_autograd(self, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
             return self._overload(*arguments, **keywords)
@@ -313,6 +324,8 @@ def define(
         _implement_on_xla(name, operator)
         if derivative is not None:
             _LIBRARY.impl(name, Untraced(operator.differentiate), "Autograd", with_keyset=True)
+            for key in ("Batched", "FuncTorchBatched"):
+                _LIBRARY.impl(name, Untraced(operator.vmap), key, with_keyset=True)
         for device in ("CPU", "CUDA", "XLA") if autocast else ():
             cast = Untraced(partial(operator.autocast, device, autocast))
             _LIBRARY.impl(name, cast, f"Autocast{device}")
