@@ -177,7 +177,6 @@ def check(
             0 if norms.are_over_heads else _num_shared_heads(key, value, query, cache)
         ),
         head_dims=(*operands.head_dims, *(operands.head_dims[operand] for operand in written)),
-        check_on_cuda=_kv_cache.check_on_cuda,
     )
 
 

@@ -193,7 +193,6 @@ def check(
         num_shared_heads=_num_shared_heads(query, cache),
         head_dims=(*operands.head_dims, *[1] * len(results)),
         cuda_scratch_bytes=cuda_scratch_bytes,
-        check_on_cuda=_kv_cache.check_on_cuda,
     )
 
 

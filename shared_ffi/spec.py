@@ -87,8 +87,6 @@ class Call:
     part of the heads has a part of each sum."""
     cuda_scratch_bytes: Callable[[Call, Extremes], int] | None = None
     """Computes the size of the CUDA kernels' scratch; None: they need none."""
-    check_on_cuda: Callable[[Call], None] | None = None
-    """Raises ValueError for what the CPU's handler takes and CUDA's does not."""
     options: tuple[tuple[str, Any], ...] = ()
     """The check's arguments that are no arrays and differ from their default, which
     `records_options` adds. However the caller spelled a number, it is the same float, int or bool.
@@ -121,8 +119,6 @@ class Call:
     def results_on(self, platform: str, extremes: Extremes = NUMBERS) -> tuple[ArraySpec, ...]:
         """Lists what the handler of a platform ("cpu", "cuda") writes: the results and, on CUDA,
         the scratch, because handlers allocate nothing there."""
-        if platform == "cuda" and self.check_on_cuda is not None:
-            self.check_on_cuda(self)
         if platform != "cuda" or self.cuda_scratch_bytes is None:
             return self.results
         return (*self.results, ArraySpec((self.cuda_scratch_bytes(self, extremes),), "uint8"))

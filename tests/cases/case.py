@@ -270,8 +270,8 @@ class Case:
                 token += 1
         return ranges
 
-    def is_for_cpu(self) -> bool:
-        """Whether only CPU kernels compute it."""
+    def multiplies_rows(self) -> bool:
+        """Whether rows of K or V are multiplied by scales before the products."""
         return self.groups is not None or "e2m1" in self._dtypes()
 
     def is_causal(self, sequence: int) -> bool:

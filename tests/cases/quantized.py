@@ -201,7 +201,7 @@ GROUP_CASES = [
     case
     for case in CASES
     # A float32 scale of a whole row is one of a position, whose kernels may have products of 16 bits.
-    if case.is_for_cpu() and case.groups not in (None, Groups(case.head_size))
+    if case.multiplies_rows() and case.groups not in (None, Groups(case.head_size))
 ]
 
 

@@ -165,10 +165,6 @@ class UpdateCase:
         dtype = self.cache_dtype or self.dtype
         return dtype, self.value_cache_dtype or dtype
 
-    def is_for_cpu(self) -> bool:
-        """Whether only the CPU has the op for it."""
-        return self.groups is not None or "e2m1" in self._dtypes()
-
     def _arranged(self, kv_cache: np.ndarray) -> tuple[np.ndarray, ...]:
         caches = arrange(
             kv_cache,

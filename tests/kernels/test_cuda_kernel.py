@@ -52,10 +52,6 @@ def each_kernel(request: pytest.FixtureRequest, gpu: Gpu) -> Gpu:
     return gpu.on_hopper() if request.param == "hopper" else gpu
 
 
-def is_for_gpu(case: Case) -> bool:
-    return not case.is_for_cpu()
-
-
 def has_hopper_kernels(case: Case) -> bool:
     """Whether the decode kernel or the prefill kernel computes some queries of the case."""
     rows = max(
@@ -63,7 +59,7 @@ def has_hopper_kernels(case: Case) -> bool:
     )
     return (
         case.dtype != "float32"
-        and not case.is_for_cpu()
+        and not case.multiplies_rows()
         and "int4" not in (case.cache_dtype, case.value_cache_dtype)
         and case.head_size % (8 if case.cache_dtype is None else 16) == 0
         and case.head_size <= (256 if case.cache_dtype is None else 128)
@@ -695,18 +691,18 @@ def with_long_queries(case: Case) -> Case:
     )
 
 
-@given(case=attention_cases().filter(is_for_gpu).map(with_long_queries))
+@given(case=attention_cases().map(with_long_queries))
 def test_random_long_queries(each_kernel: Gpu, case: Case) -> None:
     test_paged_attention(case, each_kernel)
 
 
-@given(case=attention_cases().filter(is_for_gpu))
+@given(case=attention_cases())
 def test_random_on_hopper(gpu: Gpu, case: Case) -> None:
     test_paged_attention(case, gpu.on_hopper())
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize("case", [*filter(is_for_gpu, CASES)], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_paged_attention(case: Case, gpu: Gpu) -> None:
     inputs, attributes = case.inputs(), case.attributes()
     result = attend(gpu, inputs, **attributes)
@@ -762,7 +758,7 @@ def test_wide_heads(
         assert_same_bits(attend(small, inputs, **attributes), on_cuda_cores)
 
 
-@given(case=attention_cases().filter(is_for_gpu))
+@given(case=attention_cases())
 def test_random(gpu: Gpu, case: Case) -> None:
     test_paged_attention(case, gpu)
 

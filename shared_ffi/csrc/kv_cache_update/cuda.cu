@@ -87,7 +87,8 @@ template <typename From>
 UpdateKernel KernelOfType(const Params& p) {
   if (p.hadamard.IsUsed()) return UpdateNormalized<From, true>;
   if (p.norms.AreUsed()) return UpdateNormalized<From, false>;
-  if (p.k_scale_cache != nullptr || p.v_scale_cache != nullptr) return UpdateAndScale<From>;
+  const bool makes_scales = p.k_scale_cache != nullptr || p.v_scale_cache != nullptr;
+  if (makes_scales || p.HasGroupsOrFractions()) return UpdateAndScale<From>;
   if (p.value_cache_dtype == DType::kInt4) return UpdateInt4<From>;
   switch (p.cache_dtype) {
     case DType::kFloat8E4M3:
