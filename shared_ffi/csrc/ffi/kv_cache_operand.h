@@ -63,7 +63,7 @@ void ReadKvCache(CallReader* call, std::string_view rows_operand, const TokenRow
                          ffi::S8, ffi::U8};
   // Rows that are packed already are copied: their columns are elements of the cache.
   const bool is_packed = rows.dtype == DType::kInt4;
-  const bool are_fractions = call->Integer("e2m1", 0) != 0;
+  const bool are_fractions = call->Integer("e2m1", 0) != 0 && !is_packed;
   const auto storage_of = [&](std::string_view name) {
     const DType dtype = StorageOf(call, name);
     return are_fractions && dtype == DType::kInt4 ? DType::kFloat4E2M1 : dtype;
