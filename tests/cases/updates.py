@@ -656,6 +656,18 @@ def _groups() -> Iterator[UpdateCase]:
             made_scales=both[:1],
             **formats["nvfp4"],
         )
+    features: dict[str, dict[str, Any]] = {
+        "normalized": {"norm": "per head", "v_norm": True, "rotary_dim": 32},
+        "transformed": {"hadamard": "kv", "has_signs": True, "rotary_dim": 8, "interleaved": True},
+    }
+    for (feature, fields), name in product(features.items(), formats):
+        yield UpdateCase(
+            id=f"{name}-made-{feature}",
+            head_size=96,
+            num_heads=4,
+            made_scales=both,
+            **formats[name] | fields,
+        )
     yield UpdateCase(
         id="nvfp4-made-2nbhd", kv_layout="2nbhd", head_size=32, made_scales=both, **formats["nvfp4"]
     )

@@ -6,6 +6,7 @@ their kernels, too."""
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import zlib
@@ -680,6 +681,9 @@ def with_long_queries(case: Case) -> Case:
     head_size = case.head_size % 16 * 8 + 8
     if case.cache_dtype is not None:
         head_size = case.head_size % 8 * 16 + 16
+    groups = case.groups
+    if groups is not None:
+        groups = replace(groups, size=math.gcd(groups.size, head_size))
     return replace(
         case,
         sequences=tuple((3 * q_len, 3 * context) for q_len, context in case.sequences),
@@ -688,6 +692,7 @@ def with_long_queries(case: Case) -> Case:
         value_head_size=case.value_head_size and min(case.value_head_size, head_size),
         dtype="bfloat16" if case.dtype == "float32" else case.dtype,
         scales="per head" if case.scales == "per position" else case.scales,
+        groups=groups,
     )
 
 

@@ -35,6 +35,22 @@ def test_int4_has_the_bits_of_int8(case: Case, kernels: Kernels) -> None:
     assert_same_bits(attend(kernels, inputs, **attributes), result)
 
 
+@pytest.mark.pairwise(each="case")
+@pytest.mark.parametrize("case", quantized.GROUP_CASES, ids=lambda case: case.id)
+def test_scales_of_groups_have_the_bits_of_float32(case: Case, kernels: Kernels) -> None:
+    inputs, attributes = case.inputs(), case.attributes()
+    result = attend(kernels, inputs, **attributes)
+    inputs, attributes = quantized.in_float32(inputs, attributes)
+    expected = attend(kernels, inputs, **attributes)
+    if not attributes.get("return_lse"):
+        result, expected = (result,), (expected,)
+    for x, of_float32 in zip(result, expected, strict=True):
+        rounded = of_float32.astype(x.dtype)
+        for array in (x, rounded):
+            array[np.isnan(array)] = np.nan  # numpy's and a GPU's differ in their bits
+        assert_same_bits(x, rounded)
+
+
 def updated_by(kernels: Kernels, case: UpdateCase, more: int = 0) -> Any:
     """What kv_cache_update writes: an array, or a tuple of them. Its rows lie in wider ones."""
     call, arrays = checked_call("kv_cache_update", case.inputs(), case.attributes())
