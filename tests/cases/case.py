@@ -81,6 +81,12 @@ class Groups:
         return arrays
 
 
+NVFP4: dict[str, Any] = {
+    "cache_dtype": "e2m1",
+    "groups": Groups(16, "float8_e4m3fn", has_globals=True),
+}
+
+
 def scale_arrays(
     kind: str, num_kv_heads: int, is_unused: np.ndarray, dtypes: tuple[str, str]
 ) -> dict[str, np.ndarray]:

@@ -14,6 +14,7 @@ from harness.arrays import CODES, DTYPES, QUANTIZED, SCALE_DTYPES, packed, quant
 from harness.layouts import LATENT_LAYOUTS, LAYOUTS, SEPARATE_LAYOUTS, arrange
 from tests.cases.case import (
     INTEGERS,
+    NVFP4,
     SCALES,
     SHORT_NAMES,
     UNIT_SCALES,
@@ -596,7 +597,7 @@ def _groups() -> Iterator[UpdateCase]:
     """Scales of groups, given and made, and codes of e2m1."""
     both = ("k_scale", "v_scale")
     formats: dict[str, dict[str, Any]] = {
-        "nvfp4": {"cache_dtype": "e2m1", "groups": Groups(16, "float8_e4m3fn", has_globals=True)},
+        "nvfp4": NVFP4,
         "mxfp4": {"cache_dtype": "e2m1", "groups": Groups(32, "float8_e8m0fnu")},
         "int4-g32": {"cache_dtype": "int4", "groups": Groups(32, "float16")},
     }

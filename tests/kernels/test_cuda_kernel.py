@@ -26,7 +26,7 @@ from harness.compare import assert_close_on_cuda, assert_same_bits
 from shared_ffi import kv_cache_update, paged_attention, simple_add
 from shared_ffi.spec import ArraySpec
 from tests.cases.all import CASES, LONG_CASES, UPDATE_CASES
-from tests.cases.case import FEATURES, JUNK, Case
+from tests.cases.case import FEATURES, JUNK, NVFP4, Case, Groups
 from tests.cases.random_calls import attention_cases
 from tests.cases.updates import UpdateCase
 from tests.support import scripts, selection, without_python
@@ -512,6 +512,7 @@ def test_500_calls_over_the_same_scratch(cache_dtype: str | None, gpu: Gpu) -> N
         assert_same_bits(result, expected)
 
 
+BFLOAT16: dict[str, Any] = {"dtype": "bfloat16"}
 SEQUENCES = {"decode": ((1, 700), (1, 40)), "prefill": ((70, 330), (1, 700), (20, 300))}
 CALLS_TO_CAPTURE: dict[str, tuple[str, list[Case | UpdateCase], list[int] | None]] = {
     name: (
@@ -523,26 +524,28 @@ CALLS_TO_CAPTURE: dict[str, tuple[str, list[Case | UpdateCase], list[int] | None
                 num_heads=16,
                 head_size=128,
                 block_size=16,
-                dtype=dtype,
                 max_query_len=max(q_len for q_len, _ in order),
                 return_lse=True,
+                **fields,
             )
             for n, order in enumerate((sequences, sequences[::-1], sequences[1:] + sequences[:1]))
         ],
         launched,
     )
-    for name, kernels, sequences, dtype, launched in (
-        ("decode", "by GPU", SEQUENCES["decode"], "bfloat16", [ZEROS, DECODE]),
-        ("prefill", "by GPU", SEQUENCES["prefill"], "bfloat16", [ZEROS, DECODE, HOPPER, COMBINE]),
-        ("portable-decode", "portable", SEQUENCES["decode"], "bfloat16", [ZEROS, DECODE]),
-        ("portable", "portable", SEQUENCES["prefill"], "bfloat16",
+    for name, kernels, sequences, fields, launched in (
+        ("decode", "by GPU", SEQUENCES["decode"], BFLOAT16, [ZEROS, DECODE]),
+        ("prefill", "by GPU", SEQUENCES["prefill"], BFLOAT16, [ZEROS, DECODE, HOPPER, COMBINE]),
+        ("portable-decode", "portable", SEQUENCES["decode"], BFLOAT16, [ZEROS, DECODE]),
+        ("portable", "portable", SEQUENCES["prefill"], BFLOAT16,
          [ZEROS, DECODE, PORTABLE, PORTABLE, COMBINE]),
-        ("float32", "by GPU", SEQUENCES["prefill"], "float32", [PORTABLE, COMBINE]),
+        ("float32", "by GPU", SEQUENCES["prefill"], {"dtype": "float32"}, [PORTABLE, COMBINE]),
+        ("nvfp4", "by GPU", SEQUENCES["decode"], BFLOAT16 | NVFP4, [PORTABLE, COMBINE]),
     )
 } | {
     f"update-{name}": ("by GPU", [replace(case, id=f"graph-{n}") for n in range(3)], None)
     for name, case in {
         "plain": UpdateCase("", dtype="bfloat16", head_size=128),
+        "nvfp4": UpdateCase("", head_size=32, made_scales=("k_scale", "v_scale"), **NVFP4),
         "rotated-int8": UpdateCase("", cache_dtype="int8", scales="per position", head_size=16,
                                    rotary_dim=16, num_heads=4),
         "normalized-rotated": UpdateCase("", dtype="bfloat16", head_size=64, rotary_dim=64,
@@ -832,7 +835,7 @@ def test_nan_value_with_finite_key(cache_dtype: str | None, gpu: Gpu) -> None:
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("head_size", [64, 256])
-@pytest.mark.parametrize("cache_dtype", [None, "float8_e4m3fn"])
+@pytest.mark.parametrize("cache_dtype", [None, "float8_e4m3fn", "e2m1"])
 @pytest.mark.parametrize("max_query_len", [1, 2, 9, 1000])
 def test_bits_do_not_depend_on_max_query_len(
     max_query_len: int, cache_dtype: str | None, head_size: int, each_kernel: Gpu
@@ -1134,6 +1137,7 @@ FEATURES_THAT_CHANGE: dict[str, dict[str, Any]] = {
     "tree": {"tree": "any"},
     "causal": {"causal": False, "causal_seqs": True},
     "int8": {"cache_dtype": "int8", "scales": "per head"},
+    "nvfp4": NVFP4,
 }
 CASES_THAT_CHANGE: dict[str, list[Case | UpdateCase]] = {
     kernel: [
@@ -1146,6 +1150,7 @@ CASES_THAT_CHANGE: dict[str, list[Case | UpdateCase]] = {
         for sequences in batches
         for name, feature in FEATURES_THAT_CHANGE.items()
         if sequences not in (MANY, MANY_LONG) or name in ("plain", "window", "causal")
+        if name != "nvfp4" or kernel == "CudaCoreAttention"
     ]
     for kernel, batches in BATCHES.items()
 } | {
@@ -1153,6 +1158,7 @@ CASES_THAT_CHANGE: dict[str, list[Case | UpdateCase]] = {
         UpdateCase(id="changes", dtype="bfloat16", head_size=128),
         UpdateCase(id="changes-int8", cache_dtype="int8", scales="per position"),
         UpdateCase(id="changes-int4", cache_dtype="int4", scales="one", head_size=18),
+        UpdateCase(id="changes-nvfp4", head_size=32, made_scales=("k_scale", "v_scale"), **NVFP4),
         UpdateCase(id="changes-rotated", head_size=16, rotary_dim=16, num_heads=4),
         UpdateCase(id="changes-64-bits", head_size=16, rotary_dim=16, slot_dtype="int64",
                    position_dtype="int64"),
@@ -1239,6 +1245,30 @@ def test_numbers_that_change_during_the_call(kernel: str, gpu: Gpu, monkeypatch:
             errors.append(str(error))
     assert not errors, f"{len(errors)} of {number} calls: {errors[0]}"
     assert any(count > 0 for call in calls for count in call.counts.values())
+
+
+@pytest.mark.skipif(ON_CUDA, reason="only the emulated GPU tells which kernel reads an array")
+@pytest.mark.parametrize("kernels", ["portable", "by GPU"])
+@pytest.mark.parametrize("q_len", [1, 100])
+@pytest.mark.parametrize(
+    ("fields", "kernel"),
+    [
+        ({"cache_dtype": "int4", "scales": "per position"}, "TensorCoreAttention"),
+        (NVFP4, "CudaCoreAttention"),
+        ({"cache_dtype": "int8", "groups": Groups(32)}, "CudaCoreAttention"),
+    ],
+    ids=["int4", "nvfp4", "groups"],
+)
+def test_the_kernel_that_reads_4_bits_or_groups(
+    fields: dict[str, Any], kernel: str, q_len: int, kernels: str, gpu: Gpu
+) -> None:
+    """Neither the decode kernel nor those for long queries: on no GPU."""
+    call = ChangingCall(
+        Case(id="read", sequences=((q_len, 300),), **BFLOAT16 | fields, head_size=64)
+    )
+    gpu = EmulatedGpu(gpu.native, kernels)
+    reads = {name: call.run(gpu, name, "block_tables", 0) for name in BATCHES}
+    assert [name for name, count in reads.items() if count > 0] == [kernel]
 
 
 def test_wrong_scratch_size_is_refused(gpu: Gpu) -> None:
