@@ -36,6 +36,7 @@ TYPES = {
     "NS_10Float8E4M3E": "float8_e4m3fn",
     "NS_10Float8E5M2E": "float8_e5m2",
     "NS_10Int4OrInt8E": "uint8",
+    "NS_10ScaledByteE": "of groups",
 }
 """Types by their mangled names. In a kernel's name, S2_ or so repeats an earlier type."""
 _TYPE = rf"(?:{'|'.join(TYPES)}|S\d*_)"

@@ -115,6 +115,11 @@ class Oracle:
         if columns is not None:
             of_keys = {name: x for name, x in attributes.items() if name in ("k_scale", "k_global")}
             self._with_lse |= {f"v{name[1:]}": x for name, x in of_keys.items()}
+        self._multiplies_rows = codes is not None or any(
+            array.ndim == 4 and (array.shape[3] > 1 or array.dtype != np.float32)
+            for name, array in attributes.items()
+            if name in ("k_scale", "v_scale") and array is not None
+        )
         self._output, self._lse = self._attend(self._kv_cache)
 
     def _attend(self, kv_cache: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -142,6 +147,7 @@ class Oracle:
         largest = (576 if self._is_latent else 512) if cache == query else 256
         on_tensor_cores = (
             query.itemsize == 2
+            and not self._multiplies_rows
             and head_size <= largest
             and self._columns <= 512
             and all(size * cache.itemsize % 16 == 0 for size in (head_size, self._columns))

@@ -132,7 +132,7 @@ def kv_cache_update(
         k_scale: what the keys are divided by, float32, of shape ``[]``, ``[1]``,
             ``[num_kv_heads]`` or ``[num_blocks, block_size, num_kv_heads]``, as in
             ``paged_attention``. With the last shape, each key is divided by the scale of its slot.
-            On CPUs also ``[..., num_kv_heads, groups]``, as there.
+            Also ``[..., num_kv_heads, groups]``, as there.
             A scale of 0 makes 0 of every finite number. None: 1, which a cache of int8 or uint8
             must say, unless ``key`` has its dtype or there is ``k_scale_cache``:
             ``jnp.float32(1)`` rounds to whole numbers.
@@ -146,7 +146,7 @@ def kv_cache_update(
             float8_e5m2, 127 for int8, 7 for uint8. A row of zeros has the scale 0. A row with NaN
             or an infinity has the scale NaN, and zeros in the cache, so that all of it is NaN when
             it is read. Padding has no scale.
-            On CPUs it may be ``[num_blocks, block_size, num_kv_heads, groups]``: each group of
+            It may be ``[num_blocks, block_size, num_kv_heads, groups]``: each group of
             ``head_size / groups`` numbers has a scale, float32, float16, bfloat16, float8_e4m3fn or
             float8_e8m0fnu. It is divided by ``k_global``, then rounded to this dtype; numbers are
             divided by the product of what that became and ``k_global``. One of float8_e8m0fnu is

@@ -145,7 +145,7 @@ def paged_attention(
         k_scale: what the keys in a cache of 8 or 4 bits are multiplied by, float32: one for all, of
             shape ``[]`` or ``[1]``; ``[num_kv_heads]``; or ``[num_blocks, block_size,
             num_kv_heads]``. None: 1, which a cache of int8 or uint8 must say: ``jnp.float32(1)``.
-            On CPUs also ``[num_blocks, block_size, num_kv_heads, groups]``, float32, float16,
+            Also ``[num_blocks, block_size, num_kv_heads, groups]``, float32, float16,
             bfloat16, float8_e4m3fn or float8_e8m0fnu: a scale for each group of
             ``head_size / groups`` numbers, of which a group of uint8 has an even number. All
             products are of float32 numbers then.
@@ -186,7 +186,7 @@ def paged_attention(
             ``kv_layout`` without ``2``; ``value_cache`` and ``v_scale`` are None, and ``k_scale``
             is that of V, too. None: V has an array or a row of its own.
         return_lse: also return the log-sum-exp of each row, for ``merge_attention``.
-        codes: what an array of uint8 holds. None: whole numbers from -8 to 7. "e2m1", on CPUs:
+        codes: what an array of uint8 holds. None: whole numbers from -8 to 7. "e2m1":
             floats of 4 bits, 0, 0.5, 1, 1.5, 2, 3, 4 and 6 with both signs; they need no scales.
             A cache of float4_e2m1fn holds them without it.
         k_global: ``[]`` or ``[1]`` float32, with ``k_scale`` of groups: what each of these scales

@@ -77,7 +77,7 @@ struct KvScales {
 };
 
 // Scales for groups of numbers along a row: `num_groups` for each position and kv head. Those of K
-// scale the rows of V where V is a part of K. Only CPU kernels read them.
+// scale the rows of V where V is a part of K.
 struct GroupScales {
   const void* data;  // null: KvScales are all
   DType dtype;
@@ -88,6 +88,24 @@ struct GroupScales {
   int64_t head_stride;
   int64_t group_stride;
   const float* global;  // of all positions, multiplied into each; null: 1
+
+  // The offset of a row's first scale.
+  XLA_GPU_HOST_DEVICE int64_t Offset(int64_t block, int64_t position, int64_t head) const {
+    return block * block_stride + position * position_stride + head * head_stride;
+  }
 };
+
+// The same scales, as one group of a row of so many numbers.
+inline GroupScales InOneGroup(const KvScales& scales, int64_t row_size) {
+  return {scales.data,
+          DType::kFloat32,
+          1,
+          row_size,
+          scales.block_stride,
+          scales.position_stride,
+          scales.head_stride,
+          0,
+          nullptr};
+}
 
 }  // namespace xla_gpu

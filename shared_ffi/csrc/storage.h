@@ -8,7 +8,11 @@
 
 // Into the caller always: CPU kernels are compiled for several instruction sets, and a function of
 // its own would be one copy for all of them, of whichever the linker takes.
+#ifdef __CUDACC__
+#define XLA_GPU_INLINE __host__ __device__ __attribute__((always_inline)) inline
+#else
 #define XLA_GPU_INLINE __attribute__((always_inline)) inline
+#endif
 
 // Before such a function that kernels on a GPU call as well.
 #ifdef __CUDACC__
@@ -105,6 +109,12 @@ struct Int4OrInt8 {
   int8_t number;
 };
 
+// A byte of a cache whose K or V kernels on a GPU multiply by scales of groups, or whose codes are
+// fractions. K and V are each of any type of 8 or 4 bits.
+struct ScaledByte {
+  uint8_t bits;
+};
+
 template <typename T>
 inline constexpr bool kIs8Bit = sizeof(T) == 1;
 
@@ -149,7 +159,7 @@ XLA_GPU_INLINE float ToFloat(Float8E4M3 x) { return ToFloat(AsHalf(x)) * 256.0f;
 
 XLA_GPU_INLINE float ToFloat(Float8E5M2 x) { return ToFloat(AsHalf(x)); }
 
-XLA_GPU_INLINE float ToFloat(Float8E8M0 x) {
+XLA_GPU_HOST_DEVICE inline float ToFloat(Float8E8M0 x) {
   const uint32_t special = x.bits == 0 ? 0x00400000 : 0x7fc00000;  // 2^-127 is subnormal
   return BitCast<float>(x.bits % 255 == 0 ? special : uint32_t{x.bits} << 23);
 }
@@ -213,7 +223,7 @@ XLA_GPU_INLINE void FromFloat(float x, Half* to) {
 }
 
 // Rounds to a power of two, up or down; a NaN stays one. There is no 0: 2^-127 is the least.
-inline void FromFloat(float x, bool rounds_up, Float8E8M0* to) {
+XLA_GPU_HOST_DEVICE inline void FromFloat(float x, bool rounds_up, Float8E8M0* to) {
   const uint32_t bits = BitCast<uint32_t>(x) & 0x7fffffff;
   const bool is_above = rounds_up && (bits < 0x00800000 ? bits > 0x00400000 : bits << 9 != 0);
   const uint32_t exponent = (bits >> 23) + is_above;
@@ -267,7 +277,7 @@ XLA_GPU_HOST_DEVICE inline void FromFloat(float x, int8_t* to) {
 
 // The code of e2m1 for a number: rounded to nearest, ties to even, and held between -6 and 6; a NaN
 // becomes 0.
-inline uint8_t Float4E2M1CodeOf(float x) {
+XLA_GPU_HOST_DEVICE inline uint8_t Float4E2M1CodeOf(float x) {
   if (x != x) return 0;
   const uint32_t bits = RoundTo8Bits<1, 0, 7, 0>(x);
   return static_cast<uint8_t>((bits & 7) | (bits >> 4 & 8));

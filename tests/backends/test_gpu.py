@@ -157,9 +157,7 @@ def test_paged_attention(case: Case, backend: Callable[..., np.ndarray], gpu: An
     assert_same_bits(result, attend(gpu, inputs, **attributes))
 
 
-@pytest.mark.parametrize(
-    "case", [case for case in UPDATE_CASES if not case.is_for_cpu()], ids=lambda case: case.id
-)
+@pytest.mark.parametrize("case", UPDATE_CASES, ids=lambda case: case.id)
 def test_kv_cache_update(case: UpdateCase, backend: Callable[..., np.ndarray]) -> None:
     inputs, attributes = case.inputs(), case.attributes()
     expected = kv_cache_update(*inputs, **attributes)
@@ -169,9 +167,7 @@ def test_kv_cache_update(case: UpdateCase, backend: Callable[..., np.ndarray]) -
 
 
 @pytest.mark.parametrize("backend", ["inductor", "openxla"])
-@pytest.mark.parametrize(
-    "case", [case for case in SHORT_CASES if not case.is_for_cpu()], ids=lambda case: case.id
-)
+@pytest.mark.parametrize("case", SHORT_CASES, ids=lambda case: case.id)
 def test_compiled(case: Case, backend: str) -> None:
     if backend == "openxla":
         pytest.importorskip("torch_xla")

@@ -81,6 +81,12 @@ class Groups:
         return arrays
 
 
+NVFP4: dict[str, Any] = {
+    "cache_dtype": "e2m1",
+    "groups": Groups(16, "float8_e4m3fn", has_globals=True),
+}
+
+
 def scale_arrays(
     kind: str, num_kv_heads: int, is_unused: np.ndarray, dtypes: tuple[str, str]
 ) -> dict[str, np.ndarray]:
@@ -270,8 +276,8 @@ class Case:
                 token += 1
         return ranges
 
-    def is_for_cpu(self) -> bool:
-        """Whether only CPU kernels compute it."""
+    def multiplies_rows(self) -> bool:
+        """Whether rows of K or V are multiplied by scales before the products."""
         return self.groups is not None or "e2m1" in self._dtypes()
 
     def is_causal(self, sequence: int) -> bool:

@@ -12,7 +12,16 @@ from harness import layouts
 from harness.arrays import QUANTIZED, SCALE_DTYPES, unpacked
 from harness.layouts import SEPARATE_LAYOUTS
 from harness.reference import scale_factors
-from tests.cases.case import CHUNKED, MIXED, SCALES, Case, Groups, Inputs, each_dtype
+from tests.cases.case import (
+    CHUNKED,
+    MIXED,
+    NVFP4,
+    SCALES,
+    Case,
+    Groups,
+    Inputs,
+    each_dtype,
+)
 
 BATCHES = {
     "decode": (24, ((1, 150), (1, 3))),
@@ -132,7 +141,7 @@ def _two_dtypes() -> Iterator[Case]:
 def _groups() -> Iterator[Case]:
     """Scales of groups, and codes of e2m1."""
     formats: dict[str, dict[str, Any]] = {
-        "nvfp4": {"cache_dtype": "e2m1", "groups": Groups(16, "float8_e4m3fn", has_globals=True)},
+        "nvfp4": NVFP4,
         "mxfp4": {"cache_dtype": "e2m1", "groups": Groups(32, "float8_e8m0fnu")},
         "int4-g32": {"cache_dtype": "int4", "groups": Groups(32, "float16")},
         "int8-g32": {"cache_dtype": "int8", "groups": Groups(32, "bfloat16")},
@@ -201,7 +210,7 @@ GROUP_CASES = [
     case
     for case in CASES
     # A float32 scale of a whole row is one of a position, whose kernels may have products of 16 bits.
-    if case.is_for_cpu() and case.groups not in (None, Groups(case.head_size))
+    if case.multiplies_rows() and case.groups not in (None, Groups(case.head_size))
 ]
 
 

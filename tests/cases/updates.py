@@ -14,6 +14,7 @@ from harness.arrays import CODES, DTYPES, QUANTIZED, SCALE_DTYPES, packed, quant
 from harness.layouts import LATENT_LAYOUTS, LAYOUTS, SEPARATE_LAYOUTS, arrange
 from tests.cases.case import (
     INTEGERS,
+    NVFP4,
     SCALES,
     SHORT_NAMES,
     UNIT_SCALES,
@@ -164,10 +165,6 @@ class UpdateCase:
         """The dtypes of K and V in the cache."""
         dtype = self.cache_dtype or self.dtype
         return dtype, self.value_cache_dtype or dtype
-
-    def is_for_cpu(self) -> bool:
-        """Whether only the CPU has the op for it."""
-        return self.groups is not None or "e2m1" in self._dtypes()
 
     def _arranged(self, kv_cache: np.ndarray) -> tuple[np.ndarray, ...]:
         caches = arrange(
@@ -600,7 +597,7 @@ def _groups() -> Iterator[UpdateCase]:
     """Scales of groups, given and made, and codes of e2m1."""
     both = ("k_scale", "v_scale")
     formats: dict[str, dict[str, Any]] = {
-        "nvfp4": {"cache_dtype": "e2m1", "groups": Groups(16, "float8_e4m3fn", has_globals=True)},
+        "nvfp4": NVFP4,
         "mxfp4": {"cache_dtype": "e2m1", "groups": Groups(32, "float8_e8m0fnu")},
         "int4-g32": {"cache_dtype": "int4", "groups": Groups(32, "float16")},
     }
@@ -659,6 +656,18 @@ def _groups() -> Iterator[UpdateCase]:
             kv_layout=layout,
             made_scales=both[:1],
             **formats["nvfp4"],
+        )
+    features: dict[str, dict[str, Any]] = {
+        "normalized": {"norm": "per head", "v_norm": True, "rotary_dim": 32},
+        "transformed": {"hadamard": "kv", "has_signs": True, "rotary_dim": 8, "interleaved": True},
+    }
+    for (feature, fields), name in product(features.items(), formats):
+        yield UpdateCase(
+            id=f"{name}-made-{feature}",
+            head_size=96,
+            num_heads=4,
+            made_scales=both,
+            **formats[name] | fields,
         )
     yield UpdateCase(
         id="nvfp4-made-2nbhd", kv_layout="2nbhd", head_size=32, made_scales=both, **formats["nvfp4"]

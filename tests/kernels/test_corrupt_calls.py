@@ -99,9 +99,7 @@ def on_gpu(gpu: Gpu) -> Any:
     return run
 
 
-@pytest.mark.parametrize(
-    ("name", "argument"), [x for x in ARGUMENTS if not x[0].endswith("groups")]
-)
+@pytest.mark.parametrize(("name", "argument"), ARGUMENTS)
 def test_corrupt_argument_on_cuda(gpu: Gpu, name: str, argument: str) -> None:
     run = on_gpu(gpu)
     calls = [call for _, call in corrupt_calls(SOUND[name], argument)]

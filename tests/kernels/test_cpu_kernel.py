@@ -20,7 +20,6 @@ from harness.compare import assert_close_on_cpu, assert_same_bits
 from shared_ffi import _native, kv_cache_update, simple_add
 from tests.cases.all import CASES
 from tests.cases.case import Case
-from tests.cases.quantized import GROUP_CASES, in_float32
 from tests.cases.random_calls import attention_cases
 from tests.cases.updates import UpdateCase
 from tests.support.calls import (
@@ -65,20 +64,6 @@ def test_paged_attention(case: Case) -> None:
     result = attend(inputs, **attributes)
     assert_close_on_cpu(result, inputs, attributes)
     assert_same_bits(attend(inputs, **attributes, num_threads=3), result)
-
-
-@pytest.mark.pairwise(each="case")
-@pytest.mark.parametrize("case", GROUP_CASES, ids=lambda case: case.id)
-def test_scales_of_groups_have_the_bits_of_float32(case: Case) -> None:
-    inputs, attributes = case.inputs(), case.attributes()
-    result = attend(inputs, **attributes)
-    inputs, attributes = in_float32(inputs, attributes)
-    expected = attend(inputs, **attributes)
-    if attributes.get("return_lse"):
-        expected = (expected[0].astype(case.dtype), expected[1])
-    else:
-        expected = expected.astype(case.dtype)
-    assert_same_bits(result, expected)
 
 
 def test_kv_cache_update_of_two_tokens_with_one_slot() -> None:

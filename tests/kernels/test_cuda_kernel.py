@@ -6,6 +6,7 @@ their kernels, too."""
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import zlib
@@ -25,7 +26,7 @@ from harness.compare import assert_close_on_cuda, assert_same_bits
 from shared_ffi import kv_cache_update, paged_attention, simple_add
 from shared_ffi.spec import ArraySpec
 from tests.cases.all import CASES, LONG_CASES, UPDATE_CASES
-from tests.cases.case import FEATURES, JUNK, Case
+from tests.cases.case import FEATURES, JUNK, NVFP4, Case, Groups
 from tests.cases.random_calls import attention_cases
 from tests.cases.updates import UpdateCase
 from tests.support import scripts, selection, without_python
@@ -52,10 +53,6 @@ def each_kernel(request: pytest.FixtureRequest, gpu: Gpu) -> Gpu:
     return gpu.on_hopper() if request.param == "hopper" else gpu
 
 
-def is_for_gpu(case: Case) -> bool:
-    return not case.is_for_cpu()
-
-
 def has_hopper_kernels(case: Case) -> bool:
     """Whether the decode kernel or the prefill kernel computes some queries of the case."""
     rows = max(
@@ -63,7 +60,7 @@ def has_hopper_kernels(case: Case) -> bool:
     )
     return (
         case.dtype != "float32"
-        and not case.is_for_cpu()
+        and not case.multiplies_rows()
         and "int4" not in (case.cache_dtype, case.value_cache_dtype)
         and case.head_size % (8 if case.cache_dtype is None else 16) == 0
         and case.head_size <= (256 if case.cache_dtype is None else 128)
@@ -515,6 +512,7 @@ def test_500_calls_over_the_same_scratch(cache_dtype: str | None, gpu: Gpu) -> N
         assert_same_bits(result, expected)
 
 
+BFLOAT16: dict[str, Any] = {"dtype": "bfloat16"}
 SEQUENCES = {"decode": ((1, 700), (1, 40)), "prefill": ((70, 330), (1, 700), (20, 300))}
 CALLS_TO_CAPTURE: dict[str, tuple[str, list[Case | UpdateCase], list[int] | None]] = {
     name: (
@@ -526,26 +524,28 @@ CALLS_TO_CAPTURE: dict[str, tuple[str, list[Case | UpdateCase], list[int] | None
                 num_heads=16,
                 head_size=128,
                 block_size=16,
-                dtype=dtype,
                 max_query_len=max(q_len for q_len, _ in order),
                 return_lse=True,
+                **fields,
             )
             for n, order in enumerate((sequences, sequences[::-1], sequences[1:] + sequences[:1]))
         ],
         launched,
     )
-    for name, kernels, sequences, dtype, launched in (
-        ("decode", "by GPU", SEQUENCES["decode"], "bfloat16", [ZEROS, DECODE]),
-        ("prefill", "by GPU", SEQUENCES["prefill"], "bfloat16", [ZEROS, DECODE, HOPPER, COMBINE]),
-        ("portable-decode", "portable", SEQUENCES["decode"], "bfloat16", [ZEROS, DECODE]),
-        ("portable", "portable", SEQUENCES["prefill"], "bfloat16",
+    for name, kernels, sequences, fields, launched in (
+        ("decode", "by GPU", SEQUENCES["decode"], BFLOAT16, [ZEROS, DECODE]),
+        ("prefill", "by GPU", SEQUENCES["prefill"], BFLOAT16, [ZEROS, DECODE, HOPPER, COMBINE]),
+        ("portable-decode", "portable", SEQUENCES["decode"], BFLOAT16, [ZEROS, DECODE]),
+        ("portable", "portable", SEQUENCES["prefill"], BFLOAT16,
          [ZEROS, DECODE, PORTABLE, PORTABLE, COMBINE]),
-        ("float32", "by GPU", SEQUENCES["prefill"], "float32", [PORTABLE, COMBINE]),
+        ("float32", "by GPU", SEQUENCES["prefill"], {"dtype": "float32"}, [PORTABLE, COMBINE]),
+        ("nvfp4", "by GPU", SEQUENCES["decode"], BFLOAT16 | NVFP4, [PORTABLE, COMBINE]),
     )
 } | {
     f"update-{name}": ("by GPU", [replace(case, id=f"graph-{n}") for n in range(3)], None)
     for name, case in {
         "plain": UpdateCase("", dtype="bfloat16", head_size=128),
+        "nvfp4": UpdateCase("", head_size=32, made_scales=("k_scale", "v_scale"), **NVFP4),
         "rotated-int8": UpdateCase("", cache_dtype="int8", scales="per position", head_size=16,
                                    rotary_dim=16, num_heads=4),
         "normalized-rotated": UpdateCase("", dtype="bfloat16", head_size=64, rotary_dim=64,
@@ -684,6 +684,9 @@ def with_long_queries(case: Case) -> Case:
     head_size = case.head_size % 16 * 8 + 8
     if case.cache_dtype is not None:
         head_size = case.head_size % 8 * 16 + 16
+    groups = case.groups
+    if groups is not None:
+        groups = replace(groups, size=math.gcd(groups.size, head_size))
     return replace(
         case,
         sequences=tuple((3 * q_len, 3 * context) for q_len, context in case.sequences),
@@ -692,21 +695,22 @@ def with_long_queries(case: Case) -> Case:
         value_head_size=case.value_head_size and min(case.value_head_size, head_size),
         dtype="bfloat16" if case.dtype == "float32" else case.dtype,
         scales="per head" if case.scales == "per position" else case.scales,
+        groups=groups,
     )
 
 
-@given(case=attention_cases().filter(is_for_gpu).map(with_long_queries))
+@given(case=attention_cases().map(with_long_queries))
 def test_random_long_queries(each_kernel: Gpu, case: Case) -> None:
     test_paged_attention(case, each_kernel)
 
 
-@given(case=attention_cases().filter(is_for_gpu))
+@given(case=attention_cases())
 def test_random_on_hopper(gpu: Gpu, case: Case) -> None:
     test_paged_attention(case, gpu.on_hopper())
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize("case", [*filter(is_for_gpu, CASES)], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_paged_attention(case: Case, gpu: Gpu) -> None:
     inputs, attributes = case.inputs(), case.attributes()
     result = attend(gpu, inputs, **attributes)
@@ -762,7 +766,7 @@ def test_wide_heads(
         assert_same_bits(attend(small, inputs, **attributes), on_cuda_cores)
 
 
-@given(case=attention_cases().filter(is_for_gpu))
+@given(case=attention_cases())
 def test_random(gpu: Gpu, case: Case) -> None:
     test_paged_attention(case, gpu)
 
@@ -831,7 +835,7 @@ def test_nan_value_with_finite_key(cache_dtype: str | None, gpu: Gpu) -> None:
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("head_size", [64, 256])
-@pytest.mark.parametrize("cache_dtype", [None, "float8_e4m3fn"])
+@pytest.mark.parametrize("cache_dtype", [None, "float8_e4m3fn", "e2m1"])
 @pytest.mark.parametrize("max_query_len", [1, 2, 9, 1000])
 def test_bits_do_not_depend_on_max_query_len(
     max_query_len: int, cache_dtype: str | None, head_size: int, each_kernel: Gpu
@@ -1133,6 +1137,7 @@ FEATURES_THAT_CHANGE: dict[str, dict[str, Any]] = {
     "tree": {"tree": "any"},
     "causal": {"causal": False, "causal_seqs": True},
     "int8": {"cache_dtype": "int8", "scales": "per head"},
+    "nvfp4": NVFP4,
 }
 CASES_THAT_CHANGE: dict[str, list[Case | UpdateCase]] = {
     kernel: [
@@ -1145,6 +1150,7 @@ CASES_THAT_CHANGE: dict[str, list[Case | UpdateCase]] = {
         for sequences in batches
         for name, feature in FEATURES_THAT_CHANGE.items()
         if sequences not in (MANY, MANY_LONG) or name in ("plain", "window", "causal")
+        if name != "nvfp4" or kernel == "CudaCoreAttention"
     ]
     for kernel, batches in BATCHES.items()
 } | {
@@ -1152,6 +1158,7 @@ CASES_THAT_CHANGE: dict[str, list[Case | UpdateCase]] = {
         UpdateCase(id="changes", dtype="bfloat16", head_size=128),
         UpdateCase(id="changes-int8", cache_dtype="int8", scales="per position"),
         UpdateCase(id="changes-int4", cache_dtype="int4", scales="one", head_size=18),
+        UpdateCase(id="changes-nvfp4", head_size=32, made_scales=("k_scale", "v_scale"), **NVFP4),
         UpdateCase(id="changes-rotated", head_size=16, rotary_dim=16, num_heads=4),
         UpdateCase(id="changes-64-bits", head_size=16, rotary_dim=16, slot_dtype="int64",
                    position_dtype="int64"),
@@ -1238,6 +1245,30 @@ def test_numbers_that_change_during_the_call(kernel: str, gpu: Gpu, monkeypatch:
             errors.append(str(error))
     assert not errors, f"{len(errors)} of {number} calls: {errors[0]}"
     assert any(count > 0 for call in calls for count in call.counts.values())
+
+
+@pytest.mark.skipif(ON_CUDA, reason="only the emulated GPU tells which kernel reads an array")
+@pytest.mark.parametrize("kernels", ["portable", "by GPU"])
+@pytest.mark.parametrize("q_len", [1, 100])
+@pytest.mark.parametrize(
+    ("fields", "kernel"),
+    [
+        ({"cache_dtype": "int4", "scales": "per position"}, "TensorCoreAttention"),
+        (NVFP4, "CudaCoreAttention"),
+        ({"cache_dtype": "int8", "groups": Groups(32)}, "CudaCoreAttention"),
+    ],
+    ids=["int4", "nvfp4", "groups"],
+)
+def test_the_kernel_that_reads_4_bits_or_groups(
+    fields: dict[str, Any], kernel: str, q_len: int, kernels: str, gpu: Gpu
+) -> None:
+    """Neither the decode kernel nor those for long queries: on no GPU."""
+    call = ChangingCall(
+        Case(id="read", sequences=((q_len, 300),), **BFLOAT16 | fields, head_size=64)
+    )
+    gpu = EmulatedGpu(gpu.native, kernels)
+    reads = {name: call.run(gpu, name, "block_tables", 0) for name in BATCHES}
+    assert [name for name, count in reads.items() if count > 0] == [kernel]
 
 
 def test_wrong_scratch_size_is_refused(gpu: Gpu) -> None:

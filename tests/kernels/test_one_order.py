@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from harness.compare import assert_close_on_cuda, assert_same_bits
-from tests.cases.case import Case, Inputs
+from tests.cases.case import NVFP4, Case, Inputs
 from tests.support import gpu as gpus
 from tests.support import one_order, selection, varlen_calls
 from tests.support.gpu import Gpu
@@ -211,8 +211,9 @@ def chunk_of(inputs: Inputs, s: int, first: int, last: int) -> Inputs:
         WIDE | {"num_heads": 8},
         {"cache_dtype": "float8_e4m3fn", "scales": "one", "head_size": 128},
         {"cache_dtype": "int8", "scales": "per head", "head_size": 128, "num_heads": 16},
+        NVFP4 | {"head_size": 128, "num_heads": 16},
     ],
-    ids=["float32", "float32-window", "float32-wide", "latent", "float8", "int8"],
+    ids=["float32", "float32-window", "float32-wide", "latent", "float8", "int8", "nvfp4"],
 )
 @pytest.mark.parametrize(
     ("kernels", "capability"), [("portable", 80), ("portable", 90), ("by GPU", 90)]

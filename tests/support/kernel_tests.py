@@ -24,22 +24,31 @@ from tests.support.gpu import Cpu, Gpu, Kernels, attend
 F32, I32 = np.float32, np.int32
 
 
-def skip_on_gpu(case: Case | UpdateCase, kernels: Kernels) -> None:
-    """Skips a test on a GPU if only the CPU computes the case."""
-    if isinstance(kernels, Gpu) and case.is_for_cpu():
-        pytest.skip("for the CPU alone")
-
-
 @pytest.mark.pairwise
 @pytest.mark.parametrize("case", quantized.INT4_CASES, ids=lambda case: case.id)
 def test_int4_has_the_bits_of_int8(case: Case, kernels: Kernels) -> None:
-    skip_on_gpu(case, kernels)
     if isinstance(kernels, Gpu) and case.dtype != "float32" and case.head_size <= 128:
         pytest.skip("int8 has kernels of its own on GPUs")
     inputs, attributes = case.inputs(), case.attributes()
     result = attend(kernels, inputs, **attributes)
     inputs, attributes = quantized.in_int8(inputs, attributes)
     assert_same_bits(attend(kernels, inputs, **attributes), result)
+
+
+@pytest.mark.pairwise(each="case")
+@pytest.mark.parametrize("case", quantized.GROUP_CASES, ids=lambda case: case.id)
+def test_scales_of_groups_have_the_bits_of_float32(case: Case, kernels: Kernels) -> None:
+    inputs, attributes = case.inputs(), case.attributes()
+    result = attend(kernels, inputs, **attributes)
+    inputs, attributes = quantized.in_float32(inputs, attributes)
+    expected = attend(kernels, inputs, **attributes)
+    if not attributes.get("return_lse"):
+        result, expected = (result,), (expected,)
+    for x, of_float32 in zip(result, expected, strict=True):
+        rounded = of_float32.astype(x.dtype)
+        for array in (x, rounded):
+            array[np.isnan(array)] = np.nan  # numpy's and a GPU's differ in their bits
+        assert_same_bits(x, rounded)
 
 
 def updated_by(kernels: Kernels, case: UpdateCase, more: int = 0) -> Any:
@@ -57,7 +66,6 @@ def updated_by(kernels: Kernels, case: UpdateCase, more: int = 0) -> Any:
 @pytest.mark.pairwise(each="case")
 @pytest.mark.parametrize("case", UPDATE_CASES, ids=lambda case: case.id)
 def test_kv_cache_update(case: UpdateCase, kernels: Kernels) -> None:
-    skip_on_gpu(case, kernels)
     expected = reference.kv_cache_update(*case.inputs(), **case.attributes())
     assert_same_bits(updated_by(kernels, case), expected)
 
@@ -66,7 +74,6 @@ def test_kv_cache_update(case: UpdateCase, kernels: Kernels) -> None:
 @pytest.mark.parametrize("more", [3, 64], ids="{}-more".format)  # only 64 keep rows aligned
 @pytest.mark.parametrize("case", UPDATE_CASES, ids=lambda case: case.id)
 def test_kv_cache_update_from_wider_rows(case: UpdateCase, more: int, kernels: Kernels) -> None:
-    skip_on_gpu(case, kernels)
     expected = reference.kv_cache_update(*case.inputs(), **case.attributes())
     assert_same_bits(updated_by(kernels, case, more), expected)
 
@@ -77,7 +84,6 @@ def test_kv_cache_update_from_wider_rows(case: UpdateCase, more: int, kernels: K
     "case", [*SHORT_CASES[:1], *SAMPLED_CASES, *LONG_CASES[:1]], ids=lambda case: case.id
 )
 def test_queries_in_wider_rows(case: Case, more: int, each_kernel: Kernels) -> None:
-    skip_on_gpu(case, each_kernel)
     inputs, attributes = case.inputs(), case.attributes()
     result = attend(each_kernel, inputs, more_columns=more, **attributes)
     each_kernel.assert_close(result, inputs, attributes)
@@ -105,6 +111,29 @@ def test_extreme_numbers(name: str, dtype: str, kernels: Kernels) -> None:
         kernels.assert_close(output, inputs, attributes | {"return_lse": False})
     else:
         kernels.assert_close((output, lse), inputs, attributes)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("scale", [np.nan, np.inf, 0.0])
+@pytest.mark.parametrize("name", ["k_scale", "v_scale"])
+def test_faulty_scales_of_groups(name: str, scale: float, dtype: str, kernels: Kernels) -> None:
+    """They multiply as any number does, and reach no row that does not attend to them."""
+    case = Case(
+        id=f"faulty-{name}-{scale}",
+        sequences=((1, 70), (9, 40), (1, 5)),
+        head_size=64,
+        dtype=dtype,
+        cache_dtype="e2m1",
+        groups=quantized.Groups(16, "float16"),
+    )
+    inputs, attributes = case.inputs(), case.attributes()
+    for sequence, position in ((0, 33), (1, 36)):  # of the second, some tokens come before it
+        block, offset = divmod(position, case.block_size)
+        attributes[name][inputs.block_tables[sequence, block], offset, 0, 2] = scale
+    result = attend(kernels, inputs, **attributes)
+    assert np.isfinite(result.astype(F32)).all() == (scale == 0)
+    with np.errstate(invalid="ignore"):  # infinity times 0
+        kernels.assert_close(result, inputs, attributes)
 
 
 # Query tokens and context of each sequence: decode in one split, decode in several splits, a

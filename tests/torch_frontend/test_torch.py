@@ -430,9 +430,7 @@ def test_inference_tensors_are_only_updated_in_inference_mode() -> None:
     assert torch.equal(cache, expected) and not keys.any() and not values.any()
 
 
-@pytest.mark.parametrize(
-    "case", [x for x in SHORT_CASES if not x.is_for_cpu()], ids=lambda case: case.id
-)
+@pytest.mark.parametrize("case", SHORT_CASES, ids=lambda case: case.id)
 def test_paged_attention_on_cuda_tensors(case: Case, cuda: Any) -> None:
     inputs, attributes = case.inputs(), case.attributes()
     overload, keywords = overload_of("paged_attention", attributes)

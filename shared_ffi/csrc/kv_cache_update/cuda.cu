@@ -83,11 +83,19 @@ UpdateKernel KernelOfTypes(const Params& p) {
   }
 }
 
+// The kernel whose warps take a row at a time.
+template <typename From, bool kHasGroups>
+UpdateKernel KernelOfRows(const Params& p) {
+  if (p.hadamard.IsUsed()) return UpdateNormalized<From, true, kHasGroups>;
+  if (p.norms.AreUsed()) return UpdateNormalized<From, false, kHasGroups>;
+  return UpdateAndScale<From, kHasGroups>;
+}
+
 template <typename From>
 UpdateKernel KernelOfType(const Params& p) {
-  if (p.hadamard.IsUsed()) return UpdateNormalized<From, true>;
-  if (p.norms.AreUsed()) return UpdateNormalized<From, false>;
-  if (p.k_scale_cache != nullptr || p.v_scale_cache != nullptr) return UpdateAndScale<From>;
+  if (p.HasGroupsOrFractions()) return KernelOfRows<From, true>(p);
+  const bool makes_scales = p.k_scale_cache != nullptr || p.v_scale_cache != nullptr;
+  if (makes_scales || p.norms.AreUsed() || p.hadamard.IsUsed()) return KernelOfRows<From, false>(p);
   if (p.value_cache_dtype == DType::kInt4) return UpdateInt4<From>;
   switch (p.cache_dtype) {
     case DType::kFloat8E4M3:

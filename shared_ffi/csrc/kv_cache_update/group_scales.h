@@ -1,7 +1,6 @@
-// Scales of groups of a row: their types, and those that a call makes. For the CPU.
+// Scales of groups of a row: their types, and those that a call makes. No XLA headers: kernels
+// include this.
 #pragma once
-
-#include <algorithm>
 
 #include "scales.h"
 
@@ -9,19 +8,23 @@ namespace xla_gpu::kv_cache_update {
 
 // Calls function(S()) for the type S of scales of groups.
 template <typename Function>
-auto WithScaleType(DType dtype, const Function& function) {
+XLA_GPU_HOST_DEVICE inline auto WithScaleType(DType dtype, const Function& function) {
   switch (dtype) {
+    case DType::kFloat32:
+      return function(float());
+    case DType::kFloat16:
+      return function(Half());
+    case DType::kBFloat16:
+      return function(BFloat16());
     case DType::kFloat8E4M3:
       return function(Float8E4M3());
-    case DType::kFloat8E8M0:
-      return function(Float8E8M0());
     default:
-      return WithTensorType(dtype, function);
+      return function(Float8E8M0());
   }
 }
 
 // The largest power of two that a cache holds.
-inline float LargestPower(DType dtype) {
+XLA_GPU_HOST_DEVICE inline float LargestPower(DType dtype) {
   switch (dtype) {
     case DType::kFloat8E4M3:
       return 256.0f;
@@ -38,25 +41,26 @@ inline float LargestPower(DType dtype) {
 class ScalesOfGroups {
  public:
   // `made`: where the call writes those that it makes, else null.
-  ScalesOfGroups(const GroupScales& scales, DType cache_dtype, bool rounds_up, void* made)
+  XLA_GPU_HOST_DEVICE ScalesOfGroups(const GroupScales& scales, DType cache_dtype, bool rounds_up,
+                                     void* made)
       : scales_(scales),
         cache_dtype_(cache_dtype),
         rounds_up_(rounds_up),
         made_(made),
         global_(scales.global == nullptr ? 1.0f : *scales.global) {}
 
-  bool AreUsed() const { return scales_.data != nullptr; }
-  bool AreMade() const { return made_ != nullptr; }
-  int64_t Count() const { return scales_.num_groups; }
-  int64_t Size() const { return scales_.group_size; }
+  XLA_GPU_HOST_DEVICE bool AreUsed() const { return scales_.data != nullptr; }
+  XLA_GPU_HOST_DEVICE bool AreMade() const { return made_ != nullptr; }
+  XLA_GPU_HOST_DEVICE int64_t Count() const { return scales_.num_groups; }
+  XLA_GPU_HOST_DEVICE int64_t Size() const { return scales_.group_size; }
 
-  int64_t Offset(int64_t block, int64_t position, int64_t head, int64_t group) const {
-    return block * scales_.block_stride + position * scales_.position_stride +
-           head * scales_.head_stride + group * scales_.group_stride;
+  XLA_GPU_HOST_DEVICE int64_t Offset(int64_t block, int64_t position, int64_t head,
+                                     int64_t group) const {
+    return scales_.Offset(block, position, head) + group * scales_.group_stride;
   }
 
   // What the numbers of a group are divided by.
-  float DivisorAt(int64_t offset) const {
+  XLA_GPU_HOST_DEVICE float DivisorAt(int64_t offset) const {
     return WithScaleType(scales_.dtype, [&](auto type) {
       return DivisorOf(ToFloat(static_cast<const decltype(type)*>(scales_.data)[offset]) * global_);
     });
@@ -64,7 +68,7 @@ class ScalesOfGroups {
 
   // Makes the scale of a group with this largest magnitude; whether that is finite. The scale is
   // NaN if it is not.
-  bool Make(float largest, int64_t offset) const {
+  XLA_GPU_HOST_DEVICE bool Make(float largest, int64_t offset) const {
     const MadeScale made(largest, cache_dtype_);
     WithScaleType(scales_.dtype, [&](auto type) {
       using S = decltype(type);
@@ -73,8 +77,8 @@ class ScalesOfGroups {
         const float down = made.is_finite ? largest / LargestPower(cache_dtype_) : made.scale;
         FromFloat((rounds_up_ ? made.scale : down) / global_, rounds_up_, to);
       } else if constexpr (std::is_same_v<S, Half>) {
-        const float scale = made.scale / global_;
-        FromFloat(scale != scale ? scale : std::clamp(scale, -65504.0f, 65504.0f), to);
+        const float scale = made.scale / global_;  // a NaN stays one
+        FromFloat(scale > 65504.0f ? 65504.0f : scale < -65504.0f ? -65504.0f : scale, to);
       } else {
         FromFloat(made.scale / global_, to);
       }

@@ -218,9 +218,6 @@ ffi::Error OnCuda(ffi::RemainingArgs operands, ffi::RemainingRets results,
                   const ffi::Dictionary& attributes, void* stream) {
   Params params;
   XLA_GPU_RETURN_IF_ERROR(MakeParams(operands, results, attributes, &params));
-  if (params.NeedsCpu()) {
-    return ErrorOf(kOp, "kv_cache must have neither codes of e2m1 nor scales of groups on CUDA");
-  }
   return Launched(kOp, RunOnCuda(params, stream));
 }
 #endif

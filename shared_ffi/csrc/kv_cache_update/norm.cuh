@@ -149,11 +149,12 @@ __device__ float InverseRmsOfHeads(const Params& p, const NormWeight& weight, co
 }
 
 // Writes a row of a cache, by a warp: to the one of T, if the cache has key's dtype.
-template <typename T, typename Number>
-__device__ void StoreInRow(const Number& number, int count, float divisor, float* made, DType dtype,
-                           T* unchanged, int8_t* rounded) {
+template <bool kHasGroups, typename T, typename Number>
+__device__ void StoreInRow(const Number& number, int count, float divisor, float* made,
+                           const ScalesOfGroups& groups, int64_t first, DType dtype, T* unchanged,
+                           int8_t* rounded) {
   if (IsQuantized(dtype)) {
-    StoreRow(number, count, divisor, made, dtype, rounded);
+    StoreRow<kHasGroups>(number, count, divisor, made, groups, first, dtype, rounded);
     return;
   }
   const int lane = static_cast<int>(threadIdx.x) % gpu::kWarpSize;
@@ -184,7 +185,7 @@ __device__ void StoreTransformed(const Params& p, bool is_transformed, const Num
 
 // BlocksOfToken blocks of threads per token, with HadamardBytes of shared memory. `kTransforms`:
 // there are Walsh-Hadamard transforms.
-template <typename From, bool kTransforms>
+template <typename From, bool kTransforms, bool kHasGroups>
 __global__ void UpdateNormalized(Params p) {
   const int blocks_of_token = static_cast<int>(gridDim.x / p.num_tokens);
   const int64_t token = blockIdx.x / blocks_of_token, slot = p.Slot(token);
@@ -224,6 +225,7 @@ __global__ void UpdateNormalized(Params p) {
 
   if (!has_row || slot < 0 || slot >= p.NumSlots()) return;
   const CachePlace place(p, slot);
+  const ScalesOfGroups key_groups = place.KeyGroups(), value_groups = place.ValueGroups();
   const From* key = static_cast<const From*>(p.key) + token * p.key_stride;
   const From* value = static_cast<const From*>(p.value) + token * p.value_stride;
   const float of_keys =
@@ -235,8 +237,9 @@ __global__ void UpdateNormalized(Params p) {
     float* const made = place.MadeKeyScale(head);
     const float divisor = made == nullptr ? place.KeyDivisor(head) : 1.0f;
     const auto store = [&](const auto& stored) {
-      StoreInRow(stored, head_size, divisor, made, p.cache_dtype, place.Key<From>(head),
-                 place.Key<int8_t>(head));
+      StoreInRow<kHasGroups>(stored, head_size, divisor, made, key_groups,
+                             place.FirstGroupOf(key_groups, head), p.cache_dtype,
+                             place.Key<From>(head), place.Key<int8_t>(head));
     };
     StoreTransformed<kTransforms>(p, p.hadamard.has_keys, number, head_size, store);
   }
@@ -253,8 +256,9 @@ __global__ void UpdateNormalized(Params p) {
     float* const made = place.MadeValueScale(head);
     const float divisor = made == nullptr ? place.ValueDivisor(head) : 1.0f;
     const auto store = [&](const auto& stored) {
-      StoreInRow(stored, value_head_size, divisor, made, p.value_cache_dtype,
-                 place.Value<From>(head), place.Value<int8_t>(head));
+      StoreInRow<kHasGroups>(stored, value_head_size, divisor, made, value_groups,
+                             place.FirstGroupOf(value_groups, head), p.value_cache_dtype,
+                             place.Value<From>(head), place.Value<int8_t>(head));
     };
     StoreTransformed<kTransforms>(p, p.hadamard.has_values, number, value_head_size, store);
   }

@@ -4,7 +4,7 @@
 #include <type_traits>
 
 #include "../gpu/device.cuh"
-#include "params.h"
+#include "group_scales.h"
 
 namespace xla_gpu::kv_cache_update {
 
@@ -73,6 +73,17 @@ class CachePlace {
   }
   __device__ float* MadeValueScale(int head) const {
     return MadeScaleOf(p_.v_scale_cache, p_.v_scale, head);
+  }
+
+  // The scales of groups, and the offset of the first one of a head's row.
+  __device__ ScalesOfGroups KeyGroups() const {
+    return {p_.k_groups, p_.cache_dtype, p_.rounds_scales_up, p_.k_group_cache};
+  }
+  __device__ ScalesOfGroups ValueGroups() const {
+    return {p_.v_groups, p_.value_cache_dtype, p_.rounds_scales_up, p_.v_group_cache};
+  }
+  __device__ int64_t FirstGroupOf(const ScalesOfGroups& groups, int head) const {
+    return groups.Offset(block_, in_block_, head, 0);
   }
 
   // The row of a head. T: the type of the cache's elements.

@@ -123,8 +123,8 @@ struct Params {
   Norms norms;
   Hadamard hadamard;
 
-  // Whether only the CPU has the op for these caches.
-  bool NeedsCpu() const {
+  // Whether groups of a row have scales of their own, or codes are fractions.
+  bool HasGroupsOrFractions() const {
     return k_groups.data != nullptr || v_groups.data != nullptr ||
            cache_dtype == DType::kFloat4E2M1 || value_cache_dtype == DType::kFloat4E2M1;
   }

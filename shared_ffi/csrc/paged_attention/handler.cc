@@ -81,9 +81,6 @@ ffi::Error OnCuda(ffi::RemainingArgs operands, ffi::RemainingRets results,
     call.Refuse("query", "have num_tokens * num_heads below 2**31");
   }
   if (params.block_size > INT32_MAX) call.Refuse("kv_cache", "have a block_size below 2**31");
-  if (params.NeedsFloat32Rows()) {
-    call.Refuse("kv_cache", "have neither codes of e2m1 nor scales of groups on CUDA");
-  }
   Scratch scratch;
   const int64_t num_bytes = MakeScratch(params, nullptr, &scratch);
   void* memory = call.Result(call.num_results() - 1, "scratch", {ffi::U8}, {{num_bytes}});

@@ -504,8 +504,6 @@ class EmulatedRunner:
             if is_large or trial.handler_only:
                 return
             gpus = gpus[:1]  # they share the kernels of the derivative
-        elif trial.case.is_for_cpu():
-            return
         for device in gpus:
             try:
                 run(device, trial, inputs, attributes, seed)

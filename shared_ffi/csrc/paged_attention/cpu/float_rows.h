@@ -30,17 +30,7 @@ class FloatRows {
             const GroupScales& groups, Arena* arena)
       : dtype_(dtype), row_size_(row_size), scales_(groups), rows_(rows) {
     if (!AreUsed()) return;
-    if (groups.data == nullptr) {
-      scales_ = {scale.data,
-                 DType::kFloat32,
-                 1,
-                 row_size,
-                 scale.block_stride,
-                 scale.position_stride,
-                 scale.head_stride,
-                 0,
-                 nullptr};
-    }
+    if (groups.data == nullptr) scales_ = InOneGroup(scale, row_size);
     num_groups_ = CeilDiv(row_size, scales_.group_size);
     gathered_ = arena->Take<char>(kMaxTile * num_groups_ * SizeOfScale());
     factors_ = arena->Take<float>(kMaxTile * num_groups_);
@@ -52,8 +42,7 @@ class FloatRows {
   // The scales of block 0, position 0 and kv head 0, and the bytes from there to others.
   const char* FirstScales() const { return static_cast<const char*>(scales_.data); }
   int64_t ScalesOffset(int64_t block, int64_t position, int64_t head) const {
-    return SizeOfScale() * (block * scales_.block_stride + position * scales_.position_stride +
-                            head * scales_.head_stride);
+    return SizeOfScale() * scales_.Offset(block, position, head);
   }
 
 #ifdef XLA_GPU_READS_CODES

@@ -16,6 +16,7 @@ namespace xla_gpu::paged_attention {
 // Calls use(C()) for the type C of the cache of queries of type T.
 template <typename T, typename Use>
 auto WithCacheType(const Params& p, const Use& use) {
+  if (p.NeedsFloat32Rows()) return use(ScaledByte());
   if (p.value_cache_dtype == DType::kInt4) return use(Int4OrInt8());
   switch (p.cache_dtype) {
     case DType::kFloat8E4M3:

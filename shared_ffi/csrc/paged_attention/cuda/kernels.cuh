@@ -26,10 +26,12 @@ struct AttentionKernel {
   int variant = 0;            // TensorCoreAttention: groups of 16 rows; TensorCorePrefill: its tile
 };
 
-// Of16Bits, Of8Bits or Of4Bits, for a cache of type C.
+// Of16Bits, Of8Bits or Of4Bits, for a cache of type C. Nothing where numbers have scales of groups.
 template <typename C, typename Of16Bits, typename Of8Bits, typename Of4Bits>
-using OfCache = std::conditional_t<std::is_same_v<C, Int4OrInt8>, Of4Bits,
-                                   std::conditional_t<kIs8Bit<C>, Of8Bits, Of16Bits>>;
+using OfCache =
+    std::conditional_t<std::is_same_v<C, ScaledByte>, std::integer_sequence<int>,
+                       std::conditional_t<std::is_same_v<C, Int4OrInt8>, Of4Bits,
+                                          std::conditional_t<kIs8Bit<C>, Of8Bits, Of16Bits>>>;
 
 // Whether one of these sizes is at least kHeadSize.
 template <int kHeadSize, int... kSizes>

@@ -20,9 +20,18 @@ struct ScaledSlot {
   float v_scale = 1;
 };
 
+// A slot of a cache whose rows have scales of groups, and the offsets of the first scales of K and
+// of V of the work item's kv head.
+struct GroupedSlot {
+  int64_t offset = -1;
+  int64_t k_scales = 0;
+  int64_t v_scales = 0;
+};
+
 // The slot of a cache of type C.
 template <typename C>
-using Slot = std::conditional_t<kIs8Bit<C>, ScaledSlot, PlainSlot>;
+using Slot = std::conditional_t<std::is_same_v<C, ScaledByte>, GroupedSlot,
+                                std::conditional_t<kIs8Bit<C>, ScaledSlot, PlainSlot>>;
 
 // The offset of a slot in bytes. Aligned, and never read, where there is no slot.
 template <typename C, typename AnySlot>
@@ -73,7 +82,10 @@ __device__ __forceinline__ Slot<C> SlotIn(const Params& p, const Item& item, int
   const uint32_t offset = InBlock(p, position);
   Slot<C> slot;
   slot.offset = p.cache.Offset(block, offset);
-  if constexpr (kIs8Bit<C>) {
+  if constexpr (std::is_same_v<C, ScaledByte>) {
+    slot.k_scales = p.k_groups.Offset(block, offset, item.kv_head);
+    slot.v_scales = p.v_groups.Offset(block, offset, item.kv_head);
+  } else if constexpr (kIs8Bit<C>) {
     slot.k_scale = p.k_scale.At(block, offset, item.kv_head);
     slot.v_scale = p.v_scale.At(block, offset, item.kv_head);
   }
@@ -226,7 +238,8 @@ __device__ __forceinline__ const T* ValueOf(const Params& p, int64_t slot, int64
 
 // Whether two numbers of K, or of V, share an element. C: type of the cache.
 template <typename C>
-__device__ __forceinline__ bool IsInt4(DType dtype) {
+__device__ __forceinline__ bool HasPairs(DType dtype) {
+  if constexpr (std::is_same_v<C, ScaledByte>) return Is4Bit(dtype);
   return std::is_same_v<C, Int4OrInt8> && dtype == DType::kInt4;
 }
 

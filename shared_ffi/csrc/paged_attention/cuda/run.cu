@@ -201,7 +201,12 @@ std::vector<std::string> CudaKernelsInUse() {
   return kernels;
 }
 
-gpu::Error RunOnCuda(const Params& p, const Scratch& scratch, void* stream) {
+gpu::Error RunOnCuda(const Params& params, const Scratch& scratch, void* stream) {
+  Params p = params;
+  if (p.NeedsFloat32Rows()) {
+    if (p.k_groups.data == nullptr) p.k_groups = InOneGroup(p.k_scale, p.head_size);
+    if (p.v_groups.data == nullptr) p.v_groups = InOneGroup(p.v_scale, p.value_head_size);
+  }
   return WithTensorType(p.dtype,
                         [&](auto type) { return Run<decltype(type)>(p, scratch, stream); });
 }

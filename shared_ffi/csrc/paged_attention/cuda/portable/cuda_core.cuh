@@ -10,6 +10,7 @@
 #include "../leaf.cuh"
 #include "../page_table.cuh"
 #include "../partial_results.cuh"
+#include "../scaled_numbers.cuh"
 #include "../schedule.cuh"
 
 namespace xla_gpu::paged_attention::portable {
@@ -17,9 +18,11 @@ namespace xla_gpu::paged_attention::portable {
 inline constexpr int kRowsPerWarp = 4;
 inline constexpr int kCoreRows = kWarps * kRowsPerWarp;  // of a work item
 
+// T: type of the cache.
 template <typename T, int kColumns>
 __global__ void __launch_bounds__(kThreads, 2)
     CudaCoreAttention(Params p, Scratch scratch, QueryLengths lengths) {
+  constexpr bool kIsScaled = std::is_same_v<T, ScaledByte>;
   const int stride = kColumns * gpu::kWarpSize;  // head_size, rounded up
   char* memory = gpu::SharedMemory();
   float* queries = reinterpret_cast<float*>(memory);  // [kCoreRows, stride]; the sums later
@@ -31,6 +34,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   ResetCounter(scratch);
   gpu::LetNextKernelBegin();
   Schedule schedule(p, lengths, kCoreRows, shared);
+  [[maybe_unused]] const ScaledNumbers keys(p.cache_dtype, p.k_groups);
+  [[maybe_unused]] const ScaledNumbers values(p.value_cache_dtype, p.v_groups);
   while (const Item* found = schedule.FindDealt()) {
     const Item& item = *found;
     WithQueryType<T>(p, [&](auto type) {
@@ -74,14 +79,23 @@ __global__ void __launch_bounds__(kThreads, 2)
             for (int r = 0; r < kRowsPerWarp; ++r)
               weights[r] = gpu::Fma(query[r * stride + d], k, weights[r]);
           };
+          int64_t first_scale = 0;
+          if constexpr (kIsScaled) first_scale = place.k_scales;
+          [[maybe_unused]] FactorsOfRow factors(keys, first_scale);
           const auto multiply_add = [&](int d, T element) {
-            if (IsInt4<T>(p.cache_dtype)) {
+            const bool is_pair = HasPairs<T>(p.cache_dtype);
+            if constexpr (kIsScaled) {
+              for (int i = 0; i < (is_pair ? 2 : 1); ++i) {
+                const int n = (is_pair ? 2 * d : d) + i;
+                multiply_add_number(n, keys.Number(&element, i) * factors.Of(n));
+              }
+            } else if (is_pair) {
               for (int i = 0; i < 2; ++i) multiply_add_number(2 * d + i, NumberOf(&element, i));
             } else {
               multiply_add_number(d, gpu::ToFloat(element));
             }
           };
-          const int64_t row_size = IsInt4<T>(p.cache_dtype) ? p.head_size / 2 : p.head_size;
+          const int64_t row_size = HasPairs<T>(p.cache_dtype) ? p.head_size / 2 : p.head_size;
           int d = 0;
           if (reinterpret_cast<uintptr_t>(key) % 16 == 0) {  // 16 bytes at once
             constexpr int kElements = 16 / sizeof(T);
@@ -100,7 +114,7 @@ __global__ void __launch_bounds__(kThreads, 2)
           const bool attends =
               slot >= 0 && ranges[r].Contains(position) && !holes[r].Contain(position);
           float logit = weights[r] * p.scale;
-          if constexpr (kIs8Bit<T>) logit *= place.k_scale;
+          if constexpr (kIs8Bit<T> && !kIsScaled) logit *= place.k_scale;
           if (p.soft_cap > 0) logit = p.soft_cap * tanhf(logit / p.soft_cap);
           logit = attends ? logit * kLog2E : -kInfinity;
           if (p.alibi_slopes != nullptr)
@@ -115,18 +129,24 @@ __global__ void __launch_bounds__(kThreads, 2)
           weights[r] = gpu::Exp2(logit - shift);
           state[r] = {max, gpu::Fma(state[r].sum, rescale, weights[r])};
           for (float& sum : sums[r]) sum *= rescale;
-          if constexpr (kIs8Bit<T>) weights[r] *= place.v_scale;
+          if constexpr (kIs8Bit<T> && !kIsScaled) weights[r] *= place.v_scale;
         }
         for (int j = 0; j < gpu::kWarpSize; ++j) {
           const int64_t slot_j = gpu::Shuffle(slot, j);
           if (slot_j < 0) continue;
           const T* value = ValueOf<T>(p, slot_j, item.kv_head);
+          [[maybe_unused]] int64_t first_scale = 0;
+          if constexpr (kIsScaled) first_scale = gpu::Shuffle(place.v_scales, j);
           float v[kColumns];
           for (int i = 0; i < kColumns; ++i) {
             const int d = i * gpu::kWarpSize + lane;
             v[i] = 0;
             if (d >= p.value_head_size) continue;
-            v[i] = IsInt4<T>(p.value_cache_dtype) ? NumberOf(value, d) : gpu::ToFloat(value[d]);
+            if constexpr (kIsScaled) {
+              v[i] = values.Number(value, d) * values.Factor(first_scale, values.GroupOf(d));
+            } else {
+              v[i] = HasPairs<T>(p.value_cache_dtype) ? NumberOf(value, d) : gpu::ToFloat(value[d]);
+            }
           }
           for (int r = 0; r < kRowsPerWarp; ++r) {
             const float weight = gpu::Shuffle(weights[r], j);

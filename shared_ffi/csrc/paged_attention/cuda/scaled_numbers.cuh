@@ -1,0 +1,107 @@
+// Numbers of a cache of any quantized type, and the scales of their groups, in float32: as the CPU
+// has them (../cpu/float_rows.h).
+#pragma once
+
+#include "../../gpu/device.cuh"
+#include "../params.h"
+
+namespace xla_gpu::paged_attention {
+
+// Codes::kNumbers of eight codes from 8 * half on, the first in the lowest byte.
+template <typename Codes>
+constexpr uint64_t HalfOfTable(int half) {
+  uint64_t bytes = 0;
+  for (int i = 7; i >= 0; --i) {
+    bytes = bytes << 8 | static_cast<uint8_t>(Codes::kNumbers[8 * half + i]);
+  }
+  return bytes;
+}
+template <typename Codes>
+inline constexpr uint64_t kLowTable = HalfOfTable<Codes>(0);
+template <typename Codes>
+inline constexpr uint64_t kHighTable = HalfOfTable<Codes>(1);
+
+// Of K, or of V.
+class ScaledNumbers {
+ public:
+  __device__ __forceinline__ ScaledNumbers(DType dtype, const GroupScales& scales)
+      : dtype_(dtype),
+        scales_(scales),
+        global_((dtype == DType::kFloat4E2M1 ? Float4E2M1Codes::kUnit : 1.0f) *
+                (scales.global == nullptr ? 1.0f : *scales.global)) {}
+
+  // What the numbers of a group are multiplied by. `first`: the offset of the row's first scale.
+  __device__ __forceinline__ float Factor(int64_t first, int group) const {
+    if (scales_.data == nullptr) return global_;
+    return Scale(first + group * scales_.group_stride) * global_;
+  }
+  __device__ __forceinline__ int GroupOf(int d) const {
+    return static_cast<unsigned>(d) / static_cast<unsigned>(scales_.group_size);
+  }
+  __device__ __forceinline__ int GroupSize() const { return static_cast<int>(scales_.group_size); }
+
+  // Number d of a row, without its factor.
+  __device__ __forceinline__ float Number(const ScaledByte* row, int d) const {
+    if (Is4Bit(dtype_)) return NumberOfCode(row[d / 2].bits >> d % 2 * 4 & 15);
+    const uint8_t bits = row[d].bits;
+    switch (dtype_) {
+      case DType::kFloat8E4M3:
+        return gpu::ToFloat(Float8E4M3{bits});
+      case DType::kFloat8E5M2:
+        return gpu::ToFloat(Float8E5M2{bits});
+      default:
+        return static_cast<int8_t>(bits);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ float Scale(int64_t offset) const {
+    switch (scales_.dtype) {
+      case DType::kFloat32:
+        return static_cast<const float*>(scales_.data)[offset];
+      case DType::kFloat16:
+        return gpu::ToFloat(static_cast<const Half*>(scales_.data)[offset]);
+      case DType::kBFloat16:
+        return gpu::ToFloat(static_cast<const BFloat16*>(scales_.data)[offset]);
+      case DType::kFloat8E4M3:
+        return gpu::ToFloat(static_cast<const Float8E4M3*>(scales_.data)[offset]);
+      default:
+        return ::xla_gpu::ToFloat(static_cast<const Float8E8M0*>(scales_.data)[offset]);
+    }
+  }
+
+  __device__ __forceinline__ float NumberOfCode(uint32_t code) const {
+    const bool are_fractions = dtype_ == DType::kFloat4E2M1;
+    const uint64_t low = are_fractions ? kLowTable<Float4E2M1Codes> : kLowTable<Int4Codes>;
+    const uint64_t high = are_fractions ? kHighTable<Float4E2M1Codes> : kHighTable<Int4Codes>;
+    return static_cast<int8_t>((code < 8 ? low : high) >> code % 8 * 8);
+  }
+
+  const DType dtype_;
+  const GroupScales& scales_;
+  const float global_;
+};
+
+// The factors of the numbers of a row, one number after the other.
+class FactorsOfRow {
+ public:
+  __device__ __forceinline__ FactorsOfRow(const ScaledNumbers& numbers, int64_t first)
+      : numbers_(numbers), first_(first) {}
+
+  __device__ __forceinline__ float Of(int d) {
+    if (d == end_) {
+      factor_ = numbers_.Factor(first_, group_++);
+      end_ += numbers_.GroupSize();
+    }
+    return factor_;
+  }
+
+ private:
+  const ScaledNumbers& numbers_;
+  const int64_t first_;
+  int group_ = 0;
+  int end_ = 0;
+  float factor_ = 0;
+};
+
+}  // namespace xla_gpu::paged_attention
