@@ -24,17 +24,21 @@ class Producer {
         shared_(*shared),
         lane_(threadIdx.x % gpu::kWarpSize),
         copies_keys_(copies_keys),
+        no_policy_(gpu::NoPolicy()),
+        policy_of_streams_(gpu::PolicyOfStreams()),
         cache_(copies_keys ? numbers.keys : numbers.values) {}
 
-  // Goes through the splits that `find_next` finds: find_next(&split, stage).
+  // Goes through the splits that `find_next` finds: find_next(&split, &context, stage), with the
+  // positions of the member that the lane has the number of.
   template <typename FindNext>
   __device__ void Run(const FindNext& find_next) {
     Split work, next;
+    int32_t context = 0;
     work.begin = work.end = 0;  // no tiles; nothing else of it is read
     for (ItemState stage;; stage = stage.Next()) {
-      find_next(&next, stage);
+      find_next(&next, &context, stage);
       CopyTiles(work, next);
-      if (!copies_keys_) PublishWork(next, stage);
+      if (!copies_keys_) PublishWork(next, context, stage);
       if (next.IsEnd()) break;
       work = next;
     }
@@ -44,7 +48,7 @@ class Producer {
 
  private:
   // What the consumers need of a split, and its query.
-  __device__ void PublishWork(const Split& split, ItemState stage) {
+  __device__ void PublishWork(const Split& split, int32_t context, ItemState stage) {
     shared_.work_barriers.WaitFreed(stage);
     Work& work = shared_.work[stage.index];
     const Item item = split.AsItem(numbers_.heads_per_kv);
@@ -61,8 +65,10 @@ class Producer {
         row.range = RowRange::OfToken(p_, item, row.token);
       }
       work.rows[lane_] = row;
+      work.contexts[lane_] = context;
     }
     __syncwarp();
+    if (!split.IsEnd() && split.Members() > 1) GiveSlots(split, context, work.rows);
     auto* query = shared_.query[stage.index];
 #pragma unroll 1
     for (int i = lane_; i - lane_ < item.num_rows * QueryRows::kChunks; i += gpu::kWarpSize) {
@@ -95,6 +101,22 @@ class Producer {
     gpu::ArriveAfterCopies(&shared_.work_barriers.filled[stage.index]);
     if (lane_ == 0) gpu::Arrive(&shared_.work_barriers.filled[stage.index]);
     published_ = &work;
+  }
+
+  // Gives the rows of a family their slots. A later member's tokens follow the first one's in the
+  // batch, and its slots those of the members before it.
+  __device__ void GiveSlots(const Split& split, int32_t context, QueryRow* rows) const {
+    int32_t units = lane_ < kItemRows ? split.CountUnits(0, max(context, 1)) : 0;
+#pragma unroll 1
+    for (int delta = 1; delta < kItemRows; delta *= 2) {
+      const int32_t left = gpu::ShuffleUp(units, delta);
+      if (lane_ >= delta) units += left;
+    }
+    const int32_t token = numbers_.TokenOf(lane_ % kItemRows);
+    const int32_t member = static_cast<uint32_t>(token) / static_cast<uint32_t>(split.q_len);
+    const int32_t before = gpu::Shuffle(units, max(member - 1, 0));
+    if (member > 0 && lane_ < kItemRows)
+      rows[lane_].token = token + (before - member) * split.q_len;
   }
 
   // The query head of a row.
@@ -154,12 +176,14 @@ class Producer {
       if (is_end) end = end_tile;
       LoadIds(is_end ? next.sequence : work.sequence, is_end ? next.end : work.end,
               is_end ? next_tile : end);
+      // What no other sequence reads leaves the L2 cache to what others do.
+      const uint64_t policy = work.IsKept(tile * kTile) ? no_policy_ : policy_of_streams_;
       if constexpr (kStripsAreInBlocks) {
         CopyTilesOfStrips(work, ids[0],
-                          tile * kStrips - first_block * numbers_.strips_of_block.number, tile,
-                          end);
+                          tile * kStrips - first_block * numbers_.strips_of_block.number, tile, end,
+                          policy);
       } else {
-        CopyOtherTiles(work, ids, tile, end);
+        CopyOtherTiles(work, ids, tile, end, policy);
       }
       tile = end;
     } while (tile < end_tile);
@@ -204,7 +228,7 @@ class Producer {
   // out of range are filled with zeros. `id`: of the first strip's block and those after it, in the
   // lanes.
   __device__ void CopyTilesOfStrips(const Split& work, int32_t id, int32_t strip_in_block,
-                                    int32_t tile, int32_t end) {
+                                    int32_t tile, int32_t end, uint64_t policy) {
     const char* from = FirstChunk(work);
     const int first_row = lane_ / kChunks;
     const auto count = static_cast<uint32_t>(work.end - work.begin);
@@ -234,7 +258,7 @@ class Producer {
 #pragma unroll
         for (int row = strip * kStrip; row < (strip + 1) * kStrip; row += kRowsAtOnce) {
           gpu::CopyAsync16(to + CacheRows::Offset(row, 0), row_from,
-                           exists && after_begin + row < count);
+                           exists && after_begin + row < count, policy);
           row_from += step;
         }
         const int32_t begin = tile * kTile + strip * kStrip, end_of_strip = begin + kStrip;
@@ -255,8 +279,8 @@ class Producer {
   }
 
   // Copies tiles whose rows lie anywhere. A lane finds the slot of a position.
-  __device__ void CopyOtherTiles(const Split& work, int32_t (&ids)[kIds], int32_t tile,
-                                 int32_t end) {
+  __device__ void CopyOtherTiles(const Split& work, int32_t (&ids)[kIds], int32_t tile, int32_t end,
+                                 uint64_t policy) {
     static_assert(kTile == gpu::kWarpSize || 2 * kTile == gpu::kWarpSize, "or two tiles");
     static_assert(kSteps <= kChunks, "the lanes with a chunk have all its rows");
     const char* from = FirstChunk(work);
@@ -283,7 +307,7 @@ class Producer {
       for (int step = 0; step < kSteps; ++step) {
         const uint32_t chunks = gpu::Shuffle(chunks_of_lane, step, kChunks);
         gpu::CopyAsync16(to + CacheRows::Offset(step * kRowsAtOnce, 0),
-                         from + uint64_t{chunks} * 16, HasChunk() && chunks != kNoSlot);
+                         from + uint64_t{chunks} * 16, HasChunk() && chunks != kNoSlot, policy);
       }
       if (kIs8Bit<C> && copies_keys_) WriteScales(work, exists, block, offset, row_of_lane, stage);
       Arrive(stage, is_in && !exists);
@@ -317,6 +341,7 @@ class Producer {
   Shared& shared_;
   const int lane_;
   const bool copies_keys_;
+  const uint64_t no_policy_, policy_of_streams_;
   const CacheChunks cache_;
   Work* published_;  // the work item whose tiles are copied
   int32_t ids_[kIds];

@@ -1,6 +1,12 @@
 // Deals the leaves of all sequences to the thread blocks. Each takes neighbouring ones, with as
 // many positions as every other block but for one leaf. One warp deals for its block. It reads the
 // lengths of 32 sequences at once, one in each lane, and everybody else takes what it found.
+//
+// Sequences that are neighbours in the batch and have their first units in common are a family, as
+// long as one work item can have all of their rows. The common units are dealt once, as the first
+// sequence's, and the work item has the rows of all. What each row finds in a unit depends on that
+// row alone, and it is merged with what the row finds elsewhere in the same order. So nobody's bits
+// tell whether there was a family.
 #pragma once
 
 #include "../order.h"
@@ -25,7 +31,7 @@ __device__ __forceinline__ uint32_t UnitEnd(Unit unit, int32_t position) {
 }
 
 // A split of a sequence and kv head: neighbouring units that a thread block computes. It has all
-// query rows of the sequence.
+// query rows of the sequence, or of a family, whose first sequence it names.
 struct alignas(16) Split {
   int32_t sequence;
   int32_t kv_head;
@@ -42,11 +48,29 @@ struct alignas(16) Split {
 
   static constexpr uint32_t kUnit = 3;
   static constexpr uint32_t kIsCausal = 4;
+  static constexpr int kMembers = 3;  // where the members of a family begin, less 1: four bits
+  // And how many positions others read, too, in units of kKept. All ones: whatever they are, the L2
+  // cache treats all alike.
+  static constexpr int kKeptBegins = 7;
+  static constexpr uint32_t kKept = 512, kAllKept = UINT32_MAX >> kKeptBegins;
 
   __device__ bool IsEnd() const { return q_len < 0; }
   __device__ bool IsWhole() const { return from == sequence_begin && to == context_len; }
   __device__ bool UnitsAreGroups() const {
     return (flags & kUnit) == static_cast<uint32_t>(Unit::kGroup);
+  }
+  // Sequences whose rows it has. If they are several, all rows attend to all of its positions.
+  __device__ int32_t Members() const { return (flags >> kMembers & (kItemRows - 1)) + 1; }
+  // Goes to the next one of them, with so many positions.
+  __device__ void GoToMember(int32_t length) {
+    slot += CountUnits(0, context_len) * q_len;
+    ++sequence;
+    first_token += q_len;
+    context_len = length;
+  }
+  // Whether other sequences may read a position, too.
+  __device__ bool IsKept(int32_t position) const {
+    return static_cast<uint32_t>(position) / kKept < flags >> kKeptBegins;
   }
   __device__ int32_t FirstPosition() const { return context_len - q_len; }
   __device__ bool IsIn(int32_t position) const { return begin <= position && position < end; }
@@ -77,7 +101,7 @@ struct alignas(16) Split {
     return {sequence,
             kv_head,
             0,
-            q_len * heads_per_kv,
+            q_len * heads_per_kv * Members(),
             first_token,
             FirstPosition(),
             context_len,
@@ -149,6 +173,7 @@ class Schedule {
     if (!loads) return;
     num_seqs_ = gpu::LoadOnce(p.num_seqs);
     lengths_ = Lengths(p, numbers, lane_);
+    common_ = CommonOf(lane_);
   }
 
   // Finds the block's share. Called once, before Next.
@@ -194,21 +219,37 @@ class Schedule {
     work->first_token = first_token_;
     work->q_len = q_len_;
     work->context_len = context_len_;
-    work->sequence_begin = begin_;
+    work->sequence_begin = sequence_begin_;
     work->from = from_;
-    const int32_t tiles = TilesTo<kTile>(context_len_ - from_ + kTile - 1);
-    work->to = left_ < tiles ? NextUnit(from_ + static_cast<int32_t>(left_) * kTile) : context_len_;
+    const bool is_of_family = kIsPlain && from_ < family_end_;
+    const int32_t end = is_of_family ? family_end_ : context_len_;
+    const int32_t tiles = TilesTo<kTile>(end - from_ + kTile - 1);
+    work->to = left_ < tiles ? NextUnit(from_ + static_cast<int32_t>(left_) * kTile) : end;
     work->begin = max(from_, attended_begin_);
     work->end = min(work->to, attended_end_);
     if (work->begin >= work->end) work->begin = work->end = 0;
     work->slot = slot_;
     work->flags = static_cast<uint32_t>(own_unit_);
     if (is_causal_ != 0) work->flags |= Split::kIsCausal;
-    Advance(work->to < context_len_ ? TilesTo<kTile>(work->to - from_) : tiles);
+    if (is_of_family) work->flags |= (members_ - 1) << Split::kMembers;
+    work->flags |= kept_ << Split::kKeptBegins;
+    Advance(work->to < end ? TilesTo<kTile>(work->to - from_) : tiles);
     GoTo(kv_head_, work->to);
   }
 
+  // The positions of the member of the last split's family that a lane has the number of.
+  __device__ int32_t ContextOfMember() const {
+    return gpu::Shuffle(lengths_.context_len, place_ + lane_);
+  }
+
  private:
+  // What a sequence has to do with a family.
+  struct Family {
+    int32_t members = 1;  // of which it is the first one. 0: it is a later one
+    int32_t end = 0;      // of the units that all have in common
+    int32_t kept = 0;     // positions that a neighbour has, too
+  };
+
   // What sequences have: KV tiles of each kv head, and slots.
   struct Count {
     Place tiles;
@@ -263,10 +304,63 @@ class Schedule {
     return count;
   }
 
+  // What a sequence has in common with the one before it: at least a leaf.
+  __device__ int32_t CommonOf(int32_t s) const {
+    if (!kIsPlain || !numbers_.HasSplits() || s >= numbers_.max_seqs) return 0;
+    return gpu::LoadOnce(scratch_.common + s);
+  }
+
+  // The same for the sequences of all lanes, and what each has to do with a family. A member leaves
+  // the common units to the first one.
+  __device__ Count CountOf(const Lengths& lengths, int32_t common, bool exists, int32_t* begin,
+                           Family* family) {
+    Count count = {0, 0};
+    *begin = 0;
+    *family = {};
+    if (exists) count = CountOf(lengths, begin);
+    if (!exists || common < kShortLeaf) common = 0;
+    if (!kIsPlain || !gpu::AnyInWarp(common > 0)) return count;
+    has_common_ = true;
+    family->kept = max(common, gpu::ShuffleDown(common, 1));
+    const int32_t q_len = count.slots > 0 ? lengths.QueryLen() : 0;
+    // The positions that all of its rows attend to, if they attend to the first.
+    int32_t attended = lengths.context_len - q_len;
+    if (q_len == 0 || numbers_.WindowBegin(lengths.context_len - 1) > 0) attended = 0;
+    const int32_t q_len_before = gpu::ShuffleUp(q_len, 1);
+    const int32_t end_before = gpu::ShuffleUp(lengths.next_token, 1);
+    const bool follows = q_len_before == q_len && end_before == lengths.first_token;
+    common = min(common, min(attended, gpu::ShuffleUp(attended, 1)));
+    common = unit_ == Unit::kLeaf ? LeafBegin(LeafOf(common)) : common / kGroup * kGroup;
+    if (lane_ == 0 || !follows) common = 0;
+    // One that has far less in common than its neighbours is the first of another family.
+    const int32_t beside = max(gpu::ShuffleUp(common, 1), gpu::ShuffleDown(common, 1));
+    const uint32_t firsts = gpu::LanesWith(common == 0 || common < beside / 2);
+    int32_t place = __clz(firsts << (gpu::kWarpSize - 1 - lane_));
+    const int32_t most = SmallQuotient<int32_t>(numbers_.tokens_of_item, max(q_len, 1));
+    place -= SmallQuotient<int32_t>(place, most) * most;
+    const int first = lane_ - place;
+    const uint32_t behind = gpu::LanesWith(place == 0) >> first >> 1;
+    const int32_t members = min(gpu::FirstOf(behind) + 1, gpu::kWarpSize - first);
+    int32_t end = place == 0 ? INT32_MAX : common;
+#pragma unroll 1
+    for (int delta = 1; delta < kItemRows; delta *= 2) {
+      const int32_t of_others = gpu::ShuffleDown(end, delta);
+      if (place + delta < members) end = min(end, of_others);
+    }
+    end = gpu::Shuffle(end, first);
+    if (members == 1) return count;
+    family->members = place == 0 ? members : 0;
+    family->end = end;
+    if (place > 0) {
+      *begin = end;
+      count.tiles = TilesTo<kTile>(lengths.context_len - end + kTile - 1);
+    }
+    return count;
+  }
+
   // Counts the sequences whose lengths the lanes have.
   __device__ void CountSection() {
-    own_ = {0, 0};
-    if (section_ + lane_ < num_seqs_) own_ = CountOf(lengths_, &begin_of_lane_);
+    own_ = CountOf(lengths_, common_, section_ + lane_ < num_seqs_, &begin_of_lane_, &family_);
     ends_ = own_;
     const int lane = gpu::Opaque(lane_);  // else comparisons with it are kept in all predicates
 #pragma unroll
@@ -279,6 +373,7 @@ class Schedule {
   __device__ void LoadSection(int32_t section) {
     section_ = section;
     lengths_ = Lengths(p_, numbers_, section + lane_);
+    common_ = CommonOf(section + lane_);
     CountSection();
   }
 
@@ -289,11 +384,14 @@ class Schedule {
       Count count = own_;
       int32_t broken = num_seqs_;
 #pragma unroll kUnrolled
-      for (int32_t s = gpu::kWarpSize + lane_; s < num_seqs_; s += gpu::kWarpSize) {
+      for (int32_t section = gpu::kWarpSize; section < num_seqs_; section += gpu::kWarpSize) {
+        const int32_t s = section + lane_;
+        const bool exists = s < num_seqs_;
         const Lengths lengths(p_, numbers_, s);
-        if (!lengths.HasRows(numbers_)) broken = min(broken, s);
+        if (exists && !lengths.HasRows(numbers_)) broken = min(broken, s);
         int32_t begin;
-        const Count of_sequence = CountOf(lengths, &begin);
+        Family family;
+        const Count of_sequence = CountOf(lengths, CommonOf(s), exists, &begin, &family);
         count = {count.tiles + of_sequence.tiles, count.slots + of_sequence.slots};
       }
 #pragma unroll 1
@@ -352,12 +450,26 @@ class Schedule {
     context_len_ = gpu::Shuffle(lengths_.context_len, place);
     is_causal_ = kIsPlain ? 1 : gpu::Shuffle(lengths_.is_causal, place);
     num_tiles_ = static_cast<int32_t>(gpu::Shuffle(own_.tiles, place));
-    begin_ = gpu::Shuffle(begin_of_lane_, place);
+    begin_ = sequence_begin_ = gpu::Shuffle(begin_of_lane_, place);
     const Place slots = gpu::Shuffle(own_.slots, place);
     const Place slots_end = slots_before_ + gpu::Shuffle(ends_.slots, place);
+    if constexpr (kIsPlain) {
+      members_ = gpu::Shuffle(family_.members, place);
+      family_end_ = members_ > 1 ? gpu::Shuffle(family_.end, place) : 0;
+      if (members_ == 0) sequence_begin_ = 0;
+      const int last = place + max(members_, 1) - 1;
+      const bool has_slots =
+          slots_before_ + gpu::Shuffle(ends_.slots, last) <= scratch_.num_partials;
+      if (members_ != 1 && !has_slots) left_ = 0;  // the lengths have changed since
+      kept_ = Split::kAllKept;
+      if (has_common_) {
+        kept_ = static_cast<uint32_t>(gpu::Shuffle(family_.kept, place) + Split::kKept - 1) /
+                Split::kKept;
+      }
+    }
     // There are too few slots if the lengths have changed since they were counted.
     own_unit_ = slots == 0 || slots_end > scratch_.num_partials ? Unit::kSequence : unit_;
-    slot_ = static_cast<int32_t>(slots_end - slots) - UnitOf(own_unit_, begin_) * q_len_;
+    slot_ = static_cast<int32_t>(slots_end - slots) - UnitOf(own_unit_, sequence_begin_) * q_len_;
     if constexpr (kIsPlain) {
       attended_begin_ = numbers_.WindowBegin(context_len_ - q_len_);
       attended_end_ = context_len_;
@@ -376,14 +488,17 @@ class Schedule {
   const int lane_;
   Unit unit_ = Unit::kLeaf;  // of the batch
   int32_t num_seqs_;
-  int32_t section_ = 0;     // the first sequence whose lengths the lanes have
-  Lengths lengths_;         // of the lane's sequence
-  Count own_;               // of that, for each of its kv heads
-  int32_t begin_of_lane_;   // its first position that counts
-  Count ends_;              // the counts of the section up to this lane
-  Place slots_before_ = 0;  // of the sections before
-  Place at_;                // the block's place, in tiles of all kv heads from the section on
-  Place left_;              // tiles of the block's share
+  int32_t section_ = 0;  // the first sequence whose lengths the lanes have
+  Lengths lengths_;      // of the lane's sequence
+  int32_t common_ = 0;   // positions that it has in common with the one before it
+  Family family_;
+  bool has_common_ = false;  // whether any sequence has
+  Count own_;                // of that, for each of its kv heads
+  int32_t begin_of_lane_;    // the first position that is dealt as its own
+  Count ends_;               // the counts of the section up to this lane
+  Place slots_before_ = 0;   // of the sections before
+  Place at_;                 // the block's place, in tiles of all kv heads from the section on
+  Place left_;               // tiles of the block's share
 
   int32_t kv_head_;  // of the next split. numbers.num_kv_heads: one of the next sequence
 
@@ -395,7 +510,11 @@ class Schedule {
   int32_t context_len_;
   int32_t is_causal_;
   int32_t num_tiles_;
-  int32_t begin_;
+  int32_t begin_;           // the first position that is dealt as the sequence's
+  int32_t sequence_begin_;  // and that counts
+  int32_t family_end_ = 0;  // before it the splits are those of a family of several members
+  int32_t members_ = 1;
+  uint32_t kept_ = Split::kAllKept;
   int32_t slot_;  // see Split
   Unit own_unit_;
   int32_t attended_begin_;
