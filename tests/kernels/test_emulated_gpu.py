@@ -83,7 +83,7 @@ def test_a_decode_item_takes_few_instructions(count: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "once", "sectors"), [(1, 16, 0.55), (4, 4, 0.65), (16, 1, 1.01)], ids=str
+    ("heads", "once", "sectors"), [(1, 16, 0.55), (4, 4, 0.67), (16, 1, 1.01)], ids=str
 )
 def test_neighbours_read_once_what_they_have_in_common(
     heads: int, once: int, sectors: float, count: Any

@@ -158,6 +158,41 @@ struct Lengths {
   }
 };
 
+// Finds the families of the sequences of all lanes. A function of its own: few calls need it, and
+// the kernel calls it in several places. attended: the positions that all rows of a sequence attend
+// to, from the first on; 0 if it is nobody's. Returns where the common units end, and in the upper
+// half the lane's place in its family and the number of members.
+static __device__ __noinline__ uint64_t JoinFamilies(int32_t common, int32_t attended,
+                                                     int32_t q_len, int32_t first_token,
+                                                     int32_t next_token, bool are_leaves,
+                                                     int32_t tokens_of_item) {
+  const int lane = threadIdx.x % gpu::kWarpSize;
+  const int32_t q_len_before = gpu::ShuffleUp(q_len, 1);
+  const int32_t end_before = gpu::ShuffleUp(next_token, 1);
+  const bool follows = q_len_before == q_len && end_before == first_token;
+  common = min(common, min(attended, gpu::ShuffleUp(attended, 1)));
+  common = are_leaves ? LeafBegin(LeafOf(common)) : common / kGroup * kGroup;
+  if (lane == 0 || !follows) common = 0;
+  // One that has far less in common than its neighbours is the first of another family.
+  const int32_t beside = max(gpu::ShuffleUp(common, 1), gpu::ShuffleDown(common, 1));
+  const uint32_t firsts = gpu::LanesWith(common == 0 || common < beside / 2);
+  int32_t place = __clz(firsts << (gpu::kWarpSize - 1 - lane));
+  const int32_t most = static_cast<uint32_t>(tokens_of_item) / static_cast<uint32_t>(max(q_len, 1));
+  place %= static_cast<uint32_t>(max(most, 1));
+  const int first = lane - place;
+  const uint32_t behind = gpu::LanesWith(place == 0) >> first >> 1;
+  const int32_t members = min(gpu::FirstOf(behind) + 1, gpu::kWarpSize - first);
+  int32_t end = place == 0 ? INT32_MAX : common;
+#pragma unroll 1
+  for (int delta = 1; delta < kItemRows; delta *= 2) {
+    const int32_t of_others = gpu::ShuffleDown(end, delta);
+    if (place + delta < members) end = min(end, of_others);
+  }
+  end = gpu::Shuffle(end, first);
+  return static_cast<uint64_t>(members) << 40 | static_cast<uint64_t>(place) << 32 |
+         static_cast<uint32_t>(end);
+}
+
 // Splits are ordered by sequence, kv head and position. All lanes of the warp call each function
 // and get the same result. Place: holds the number of KV tiles of all sequences and kv heads.
 template <bool kIsPlain, int kTile, typename Place>
@@ -326,28 +361,12 @@ class Schedule {
     // The positions that all of its rows attend to, if they attend to the first.
     int32_t attended = lengths.context_len - q_len;
     if (q_len == 0 || numbers_.WindowBegin(lengths.context_len - 1) > 0) attended = 0;
-    const int32_t q_len_before = gpu::ShuffleUp(q_len, 1);
-    const int32_t end_before = gpu::ShuffleUp(lengths.next_token, 1);
-    const bool follows = q_len_before == q_len && end_before == lengths.first_token;
-    common = min(common, min(attended, gpu::ShuffleUp(attended, 1)));
-    common = unit_ == Unit::kLeaf ? LeafBegin(LeafOf(common)) : common / kGroup * kGroup;
-    if (lane_ == 0 || !follows) common = 0;
-    // One that has far less in common than its neighbours is the first of another family.
-    const int32_t beside = max(gpu::ShuffleUp(common, 1), gpu::ShuffleDown(common, 1));
-    const uint32_t firsts = gpu::LanesWith(common == 0 || common < beside / 2);
-    int32_t place = __clz(firsts << (gpu::kWarpSize - 1 - lane_));
-    const int32_t most = SmallQuotient<int32_t>(numbers_.tokens_of_item, max(q_len, 1));
-    place -= SmallQuotient<int32_t>(place, most) * most;
-    const int first = lane_ - place;
-    const uint32_t behind = gpu::LanesWith(place == 0) >> first >> 1;
-    const int32_t members = min(gpu::FirstOf(behind) + 1, gpu::kWarpSize - first);
-    int32_t end = place == 0 ? INT32_MAX : common;
-#pragma unroll 1
-    for (int delta = 1; delta < kItemRows; delta *= 2) {
-      const int32_t of_others = gpu::ShuffleDown(end, delta);
-      if (place + delta < members) end = min(end, of_others);
-    }
-    end = gpu::Shuffle(end, first);
+    const uint64_t joined =
+        JoinFamilies(common, attended, q_len, lengths.first_token, lengths.next_token,
+                     unit_ == Unit::kLeaf, numbers_.tokens_of_item);
+    const auto place = static_cast<int32_t>(joined >> 32 & 0xff);
+    const auto members = static_cast<int32_t>(joined >> 40);
+    const auto end = static_cast<int32_t>(joined);
     if (members == 1) return count;
     family->members = place == 0 ? members : 0;
     family->end = end;
@@ -379,11 +398,10 @@ class Schedule {
 
   // Counts all sequences. A sequence without a valid range ends the batch.
   __device__ Count CountAll() {
-    constexpr int kUnrolled = kIsPlain ? 2 : 1;
     while (true) {
       Count count = own_;
       int32_t broken = num_seqs_;
-#pragma unroll kUnrolled
+#pragma unroll 1
       for (int32_t section = gpu::kWarpSize; section < num_seqs_; section += gpu::kWarpSize) {
         const int32_t s = section + lane_;
         const bool exists = s < num_seqs_;
