@@ -6,7 +6,6 @@ import sys
 from typing import Any
 
 import jax
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -17,7 +16,7 @@ from harness import hlo
 from jax_frontend import _call
 from tests.cases.sound_calls import F32, attention, rotated_update, training, training_backward
 from tests.support import backends, calls
-from tests.support.calls import BESIDE, OPTIONS, overload_of, split_keywords
+from tests.support.calls import BESIDE, OPTIONS, codes_beside, overload_of, split_keywords
 from torch_frontend.operator import arguments
 
 
@@ -31,23 +30,6 @@ def spellings(value: Any) -> list[Any]:
         if value == 0
         else [spelled for kind in types if np.float32(spelled := kind(value)) == np.float32(value)]
     )
-
-
-def with_codes(op: str, option: str) -> dict[str, Any]:
-    """A cache of codes, and scales for them, where an option needs them."""
-    if op == "paged_attention":
-        return {
-            "kv_cache": np.zeros((4, 2, 4, 8), np.uint8),
-            "k_scale": np.float32([1]),
-            "v_scale": np.float32([1]),
-        }
-    shape, dtype = (
-        ((4, 2, 2, 2), ml_dtypes.float8_e8m0fnu)
-        if option == "round_scales_up"
-        else ((4, 2, 2), F32)
-    )
-    scales = {x: np.ones(shape, dtype) for x in ("k_scale_cache", "v_scale_cache")}
-    return {"kv_cache": np.zeros((4, 2, 4, 4), np.uint8)} | scales
 
 
 def in_jax(op: str, call: dict[str, Any]) -> str:
@@ -97,11 +79,10 @@ def test_a_program_does_not_depend_on_earlier_calls(op: str, option: str, progra
         "varlen_attention": training(),
         "varlen_attention_backward": training_backward(),
     }[op] | BESIDE.get(option, {})
-    if option in ("codes", "round_scales_up"):
-        beside = with_codes(op, option)
-        if program_of is in_torch_xla and not backends.are_of_torch_xla(beside):
-            pytest.skip("torch_xla has no such dtype")
-        sound |= beside
+    beside = codes_beside(op, option, sound["kv_cache"].shape) if "kv_cache" in sound else {}
+    if program_of is in_torch_xla and not backends.are_of_torch_xla(beside):
+        pytest.skip("torch_xla has no such dtype")
+    sound |= beside
     values = [x for x in OPTIONS[op][option] if x is not None]
     is_float = any(isinstance(x, float) for x in values)
     values += [1, 0.1, 0.0] if is_float else [] if isinstance(values[0], bool | str) else [1]

@@ -33,7 +33,7 @@ from shared_ffi.spec import Call
 from shared_ffi.xla import lowering
 from tests.cases.varlen import VarlenCase
 from tests.support import calls
-from tests.support.calls import BESIDE, OPTIONS
+from tests.support.calls import BESIDE, OPTIONS, codes_beside
 
 
 def run(folder: Path, *arguments: str, hash_seed: int = 0, fixed: bool = False) -> list[Any]:
@@ -106,12 +106,7 @@ def _programs(op: str, option: str) -> Iterator[tuple[Any, list[np.ndarray], lis
                 given |= {"positions": np.int32([3, 1, 0]), "cos_sin_cache": table}
             if "k_norm" in options:
                 given["k_norm"] = np.tile(options.pop("k_norm"), 2)
-            if option in ("codes", "round_scales_up"):
-                given["kv_cache"] = np.zeros((16, 16, 8, 8), np.uint8)
-                shape, dtype = (16, 16, 4), np.dtype(np.float32)
-                if option == "round_scales_up":
-                    shape, dtype = (*shape, 2), np.dtype(ml_dtypes.float8_e8m0fnu)
-                given |= {x: np.ones(shape, dtype) for x in ("k_scale_cache", "v_scale_cache")}
+            given |= codes_beside(op, option, pool.shape)
             sharded = {"kv_cache": pool_spec, "key": heads, "value": heads}
             specs = [sharded.get(name, P()) for name in given]
             yield partial(_call, op, [*given], options), [*given.values()], specs
@@ -125,13 +120,13 @@ def _programs(op: str, option: str) -> Iterator[tuple[Any, list[np.ndarray], lis
             specs = [heads if array.ndim > 1 else P() for array in given.values()]
             yield partial(_call, op, [*given], options), [*given.values()], specs
             continue
-        if option == "codes":
-            pool = rng.integers(256, size=(16, 16, 8, 8), dtype=np.uint8)
-            options |= {"k_scale": np.float32(1), "v_scale": np.float32(1)}
+        beside = codes_beside(op, option, pool.shape)
+        cache = beside.pop("kv_cache", pool)
+        options |= beside
         query = rng.standard_normal((3, 16, 16), np.float32)
         metadata = [np.int32(x) for x in ([40], [[7, 2, 9]], [0, 3], [1])]
         specs = [heads, pool_spec, *[P()] * 4]
-        yield partial(jax_frontend.paged_attention, **options), [query, pool, *metadata], specs
+        yield partial(jax_frontend.paged_attention, **options), [query, cache, *metadata], specs
 
 
 def _leave_out(option: str) -> None:

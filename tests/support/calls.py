@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from shared_ffi import (
@@ -244,3 +245,19 @@ BESIDE: dict[str, dict[str, Any]] = {
     },
 }
 """What an option needs."""
+
+
+def codes_beside(op: str, option: str, shape: tuple[int, ...]) -> dict[str, np.ndarray]:
+    """The cache and scales that an option of 4-bit codes needs, in place of a cache "nb(h2)d" of
+    this shape; empty for other options."""
+    if option not in ("codes", "round_scales_up"):
+        return {}
+    *slots, rows, head_size = shape
+    packed = (*slots, rows, head_size // 2)
+    given = {"kv_cache": np.arange(math.prod(packed)).astype(np.uint8).reshape(packed)}
+    if op == "paged_attention":
+        return given | {name: np.float32([1]) for name in ("k_scale", "v_scale")}
+    scales, dtype = (*slots, rows // 2), np.dtype(np.float32)
+    if option == "round_scales_up":
+        scales, dtype = (*scales, 2), np.dtype(ml_dtypes.float8_e8m0fnu)
+    return given | {name: np.ones(scales, dtype) for name in ("k_scale_cache", "v_scale_cache")}
