@@ -19,8 +19,8 @@ struct Kernels {
   std::optional<decode::Kernel> decode;
   std::optional<AttentionKernel> long_portable;
   AttentionKernel portable;
-  gpu::Kernel<Params, Scratch, int64_t> zero{decode::ZeroArrivals, kThreads,
-                                             decode::kZeroArrivalsSharedBytes};
+  gpu::Kernel<Params, Scratch, decode::Numbers, int64_t> zero{
+      decode::ZeroArrivals, decode::kZeroThreads, decode::kZeroArrivalsSharedBytes};
   gpu::Kernel<Params, Scratch, ItemRows, KvScales> combine{Combine<T>, kThreads,
                                                            kCombineSharedBytes};
 
@@ -77,7 +77,8 @@ gpu::Error Run(const Params& p, const Scratch& scratch, void* stream) {
     gpu::Error error;
     switch (launch.step) {
       case Step::kZeroArrivals:
-        error = Start(zero, launch, device, stream, p, scratch, NumArrivals(p, scratch));
+        error = Start(zero, launch, device, stream, p, scratch, decode->numbers,
+                      NumArrivals(p, scratch));
         break;
       case Step::kDecode:
         error = StartDecode(*decode, launch, plan.EndsWithDecode(), device, stream, p, scratch);
@@ -161,7 +162,7 @@ void AddLaunches(std::vector<KernelLaunch>* launches) {
 std::vector<KernelLaunch> KernelLaunches() {
   std::vector<KernelLaunch> launches = {
       {"Combine", 0, 0, 0, kThreads, kCombineSharedBytes},
-      {"ZeroArrivals", 0, 0, 0, kThreads, decode::kZeroArrivalsSharedBytes}};
+      {"ZeroArrivals", 0, 0, 0, decode::kZeroThreads, decode::kZeroArrivalsSharedBytes}};
   for (const int columns : {XLA_GPU_CUDA_CORE_COLUMNS}) {
     Params p = {};
     p.head_size = columns * gpu::kWarpSize;

@@ -20,6 +20,10 @@ struct RowState {
   float sum;
 };
 
+inline constexpr int32_t kFollows = 1;
+// Nobody has anything in common: no position matters more than another.
+inline constexpr int32_t kAllKept = INT32_MAX / kShortLeaf * kShortLeaf;
+
 // A partial: what one query token found in one split.
 struct Scratch {
   int64_t max_splits;
@@ -35,9 +39,10 @@ struct Scratch {
   // them to 0.
   int32_t* arrivals;  // [max_seqs, num_kv_heads, arrivals_of_head]
   int64_t arrivals_of_head;
-  // The positions that a sequence has in common with the one before it: of so many from the first
-  // on, both read the same slots. 0 for the first sequence. ZeroArrivals finds them.
-  int32_t* common;   // [max_seqs]
+  // The positions that a sequence has in common with its neighbours in the batch, from the first on:
+  // a multiple of kShortLeaf. Plus kFollows: the sequence before it has as many, and the decode
+  // kernel reads the units that lie in them for both. ZeroArrivals finds it.
+  int32_t* families;  // [max_seqs]
   RowState* states;  // [num_partials, num_heads]
   float* partials;   // [num_partials, num_heads, value_head_size]: sums of 2^(logit - max) * v
   // Where the thread blocks of kernels for long queries add up the leaves of their rows (order.h),
@@ -180,7 +185,7 @@ inline int64_t MakeScratch(const Params& p, void* memory, Scratch* scratch) {
   scratch->is_bad = reinterpret_cast<int32_t*>(bytes);
   scratch->counter = scratch->is_bad + p.num_tokens + scratch->num_partials;
   scratch->arrivals = scratch->counter + 1;
-  scratch->common = scratch->arrivals + NumArrivals(p, *scratch);
+  scratch->families = scratch->arrivals + NumArrivals(p, *scratch);
   // Partials that are whole chunks of 16 bytes begin at such a chunk.
   const int64_t partials_bytes = scratch->num_partials * sizes.partial_bytes - states_bytes;
   const bool are_chunks = p.value_head_size % kColumnsAtOnce == 0;

@@ -14,6 +14,9 @@ inline constexpr int kWidestTile = 32;
 // Positions of a strip of a KV tile. Where blocks are whole strips, each strip lies in one block.
 inline constexpr int kStrip = 16;
 
+// Sequences whose lengths a warp has at once. Families lie within such sections of the batch.
+inline constexpr int kSection = 32;
+
 // The shared memory of a multiprocessor, in KiB, that a decode kernel is made for. What every GPU
 // from sm_80 on has suffices. With that of sm_90, more KV tiles are on their way.
 inline constexpr int kAnyMultiprocessor = 100, kLargeMultiprocessor = 228;
@@ -49,7 +52,7 @@ struct Numbers {
   uint32_t table_bytes;  // of a sequence's row of block_tables
   Divisor num_thread_blocks;
   bool is_last;  // no kernel of the call follows: rows without work items are this one's, too
-  int32_t tokens_of_item;  // whose rows a work item can have
+  int32_t tokens_of_item;  // whose rows a work item can have. 0: it has those of one sequence
   CacheChunks keys;
   CacheChunks values;
 

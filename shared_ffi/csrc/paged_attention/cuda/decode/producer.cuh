@@ -24,8 +24,6 @@ class Producer {
         shared_(*shared),
         lane_(threadIdx.x % gpu::kWarpSize),
         copies_keys_(copies_keys),
-        no_policy_(gpu::NoPolicy()),
-        policy_of_streams_(gpu::PolicyOfStreams()),
         cache_(copies_keys ? numbers.keys : numbers.values) {}
 
   // Goes through the splits that `find_next` finds: find_next(&split, &context, stage), with the
@@ -67,8 +65,8 @@ class Producer {
       work.rows[lane_] = row;
       work.contexts[lane_] = context;
     }
+    if (!split.IsEnd() && split.Members() > 1) GiveSlots(split, context, &work.rows[lane_]);
     __syncwarp();
-    if (!split.IsEnd() && split.Members() > 1) GiveSlots(split, context, work.rows);
     auto* query = shared_.query[stage.index];
 #pragma unroll 1
     for (int i = lane_; i - lane_ < item.num_rows * QueryRows::kChunks; i += gpu::kWarpSize) {
@@ -105,18 +103,15 @@ class Producer {
 
   // Gives the rows of a family their slots. A later member's tokens follow the first one's in the
   // batch, and its slots those of the members before it.
-  __device__ void GiveSlots(const Split& split, int32_t context, QueryRow* rows) const {
-    int32_t units = lane_ < kItemRows ? split.CountUnits(0, max(context, 1)) : 0;
+  __device__ void GiveSlots(const Split& split, int32_t context, QueryRow* row) const {
+    const int32_t token = numbers_.TokenOf(lane_);
+    int32_t slots = token;
 #pragma unroll 1
-    for (int delta = 1; delta < kItemRows; delta *= 2) {
-      const int32_t left = gpu::ShuffleUp(units, delta);
-      if (lane_ >= delta) units += left;
+    for (int member = 1; member < split.Members(); ++member) {
+      const int32_t units = split.CountUnits(0, gpu::Shuffle(context, member - 1));
+      if (token >= member * split.q_len) slots += (units - 1) * split.q_len;
     }
-    const int32_t token = numbers_.TokenOf(lane_ % kItemRows);
-    const int32_t member = static_cast<uint32_t>(token) / static_cast<uint32_t>(split.q_len);
-    const int32_t before = gpu::Shuffle(units, max(member - 1, 0));
-    if (member > 0 && lane_ < kItemRows)
-      rows[lane_].token = token + (before - member) * split.q_len;
+    if (lane_ < kItemRows) row->token = slots;
   }
 
   // The query head of a row.
@@ -177,7 +172,9 @@ class Producer {
       LoadIds(is_end ? next.sequence : work.sequence, is_end ? next.end : work.end,
               is_end ? next_tile : end);
       // What no other sequence reads leaves the L2 cache to what others do.
-      const uint64_t policy = work.IsKept(tile * kTile) ? no_policy_ : policy_of_streams_;
+      // A vote is in a uniform register, as the copies want their policy.
+      const bool is_kept = gpu::AnyInWarp(work.IsKept(tile * kTile));
+      const uint64_t policy = is_kept ? gpu::NoPolicy() : gpu::PolicyOfStreams();
       if constexpr (kStripsAreInBlocks) {
         CopyTilesOfStrips(work, ids[0],
                           tile * kStrips - first_block * numbers_.strips_of_block.number, tile, end,
@@ -341,7 +338,6 @@ class Producer {
   Shared& shared_;
   const int lane_;
   const bool copies_keys_;
-  const uint64_t no_policy_, policy_of_streams_;
   const CacheChunks cache_;
   Work* published_;  // the work item whose tiles are copied
   int32_t ids_[kIds];

@@ -49,10 +49,7 @@ struct alignas(16) Split {
   static constexpr uint32_t kUnit = 3;
   static constexpr uint32_t kIsCausal = 4;
   static constexpr int kMembers = 3;  // where the members of a family begin, less 1: four bits
-  // And how many positions others read, too, in units of kKept. All ones: whatever they are, the L2
-  // cache treats all alike.
-  static constexpr int kKeptBegins = 7;
-  static constexpr uint32_t kKept = 512, kAllKept = UINT32_MAX >> kKeptBegins;
+  static constexpr int kKeptBegins = 7;  // and how many positions others read, too, in short leaves
 
   __device__ bool IsEnd() const { return q_len < 0; }
   __device__ bool IsWhole() const { return from == sequence_begin && to == context_len; }
@@ -70,7 +67,7 @@ struct alignas(16) Split {
   }
   // Whether other sequences may read a position, too.
   __device__ bool IsKept(int32_t position) const {
-    return static_cast<uint32_t>(position) / kKept < flags >> kKeptBegins;
+    return static_cast<uint32_t>(position) / kShortLeaf < flags >> kKeptBegins;
   }
   __device__ int32_t FirstPosition() const { return context_len - q_len; }
   __device__ bool IsIn(int32_t position) const { return begin <= position && position < end; }
@@ -158,41 +155,6 @@ struct Lengths {
   }
 };
 
-// Finds the families of the sequences of all lanes. A function of its own: few calls need it, and
-// the kernel calls it in several places. attended: the positions that all rows of a sequence attend
-// to, from the first on; 0 if it is nobody's. Returns where the common units end, and in the upper
-// half the lane's place in its family and the number of members.
-static __device__ __noinline__ uint64_t JoinFamilies(int32_t common, int32_t attended,
-                                                     int32_t q_len, int32_t first_token,
-                                                     int32_t next_token, bool are_leaves,
-                                                     int32_t tokens_of_item) {
-  const int lane = threadIdx.x % gpu::kWarpSize;
-  const int32_t q_len_before = gpu::ShuffleUp(q_len, 1);
-  const int32_t end_before = gpu::ShuffleUp(next_token, 1);
-  const bool follows = q_len_before == q_len && end_before == first_token;
-  common = min(common, min(attended, gpu::ShuffleUp(attended, 1)));
-  common = are_leaves ? LeafBegin(LeafOf(common)) : common / kGroup * kGroup;
-  if (lane == 0 || !follows) common = 0;
-  // One that has far less in common than its neighbours is the first of another family.
-  const int32_t beside = max(gpu::ShuffleUp(common, 1), gpu::ShuffleDown(common, 1));
-  const uint32_t firsts = gpu::LanesWith(common == 0 || common < beside / 2);
-  int32_t place = __clz(firsts << (gpu::kWarpSize - 1 - lane));
-  const int32_t most = static_cast<uint32_t>(tokens_of_item) / static_cast<uint32_t>(max(q_len, 1));
-  place %= static_cast<uint32_t>(max(most, 1));
-  const int first = lane - place;
-  const uint32_t behind = gpu::LanesWith(place == 0) >> first >> 1;
-  const int32_t members = min(gpu::FirstOf(behind) + 1, gpu::kWarpSize - first);
-  int32_t end = place == 0 ? INT32_MAX : common;
-#pragma unroll 1
-  for (int delta = 1; delta < kItemRows; delta *= 2) {
-    const int32_t of_others = gpu::ShuffleDown(end, delta);
-    if (place + delta < members) end = min(end, of_others);
-  }
-  end = gpu::Shuffle(end, first);
-  return static_cast<uint64_t>(members) << 40 | static_cast<uint64_t>(place) << 32 |
-         static_cast<uint32_t>(end);
-}
-
 // Splits are ordered by sequence, kv head and position. All lanes of the warp call each function
 // and get the same result. Place: holds the number of KV tiles of all sequences and kv heads.
 template <bool kIsPlain, int kTile, typename Place>
@@ -208,7 +170,7 @@ class Schedule {
     if (!loads) return;
     num_seqs_ = gpu::LoadOnce(p.num_seqs);
     lengths_ = Lengths(p, numbers, lane_);
-    common_ = CommonOf(lane_);
+    family_ = FamilyOf(lane_);
   }
 
   // Finds the block's share. Called once, before Next.
@@ -256,8 +218,8 @@ class Schedule {
     work->context_len = context_len_;
     work->sequence_begin = sequence_begin_;
     work->from = from_;
-    const bool is_of_family = kIsPlain && from_ < family_end_;
-    const int32_t end = is_of_family ? family_end_ : context_len_;
+    const bool is_of_family = members_ > 1 && from_ < kept_;
+    const int32_t end = is_of_family ? kept_ : context_len_;
     const int32_t tiles = TilesTo<kTile>(end - from_ + kTile - 1);
     work->to = left_ < tiles ? NextUnit(from_ + static_cast<int32_t>(left_) * kTile) : end;
     work->begin = max(from_, attended_begin_);
@@ -267,7 +229,7 @@ class Schedule {
     work->flags = static_cast<uint32_t>(own_unit_);
     if (is_causal_ != 0) work->flags |= Split::kIsCausal;
     if (is_of_family) work->flags |= (members_ - 1) << Split::kMembers;
-    work->flags |= kept_ << Split::kKeptBegins;
+    work->flags |= static_cast<uint32_t>(kept_) / kShortLeaf << Split::kKeptBegins;
     Advance(work->to < end ? TilesTo<kTile>(work->to - from_) : tiles);
     GoTo(kv_head_, work->to);
   }
@@ -278,13 +240,6 @@ class Schedule {
   }
 
  private:
-  // What a sequence has to do with a family.
-  struct Family {
-    int32_t members = 1;  // of which it is the first one. 0: it is a later one
-    int32_t end = 0;      // of the units that all have in common
-    int32_t kept = 0;     // positions that a neighbour has, too
-  };
-
   // What sequences have: KV tiles of each kv head, and slots.
   struct Count {
     Place tiles;
@@ -339,47 +294,38 @@ class Schedule {
     return count;
   }
 
-  // What a sequence has in common with the one before it: at least a leaf.
-  __device__ int32_t CommonOf(int32_t s) const {
-    if (!kIsPlain || !numbers_.HasSplits() || s >= numbers_.max_seqs) return 0;
-    return gpu::LoadOnce(scratch_.common + s);
+  // See Scratch::families.
+  __device__ int32_t FamilyOf(int32_t s) const {
+    if (!kIsPlain || !numbers_.HasSplits() || s >= numbers_.max_seqs) return kAllKept;
+    return gpu::LoadOnce(scratch_.families + s);
   }
 
-  // The same for the sequences of all lanes, and what each has to do with a family. A member leaves
-  // the common units to the first one.
-  __device__ Count CountOf(const Lengths& lengths, int32_t common, bool exists, int32_t* begin,
-                           Family* family) {
-    Count count = {0, 0};
-    *begin = 0;
-    *family = {};
-    if (exists) count = CountOf(lengths, begin);
-    if (!exists || common < kShortLeaf) common = 0;
-    if (!kIsPlain || !gpu::AnyInWarp(common > 0)) return count;
-    has_common_ = true;
-    family->kept = max(common, gpu::ShuffleDown(common, 1));
-    const int32_t q_len = count.slots > 0 ? lengths.QueryLen() : 0;
-    // The positions that all of its rows attend to, if they attend to the first.
-    int32_t attended = lengths.context_len - q_len;
-    if (q_len == 0 || numbers_.WindowBegin(lengths.context_len - 1) > 0) attended = 0;
-    const uint64_t joined =
-        JoinFamilies(common, attended, q_len, lengths.first_token, lengths.next_token,
-                     unit_ == Unit::kLeaf, numbers_.tokens_of_item);
-    const auto place = static_cast<int32_t>(joined >> 32 & 0xff);
-    const auto members = static_cast<int32_t>(joined >> 40);
-    const auto end = static_cast<int32_t>(joined);
-    if (members == 1) return count;
-    family->members = place == 0 ? members : 0;
-    family->end = end;
-    if (place > 0) {
-      *begin = end;
-      count.tiles = TilesTo<kTile>(lengths.context_len - end + kTile - 1);
+  // The same, but a sequence that follows in a family leaves the common units to the first one. It
+  // does not follow if it has not all of them: its units may be others, or its length has changed.
+  __device__ Count CountOf(const Lengths& lengths, int32_t* begin, int32_t* family) const {
+    const Count count = CountOf(lengths, begin);
+    if (!kIsPlain || (*family & kFollows) == 0) return count;
+    uint32_t end = *family - kFollows;
+    if (unit_ != Unit::kLeaf) end = end / kGroup * kGroup;
+    const int32_t attended = lengths.context_len - lengths.QueryLen();
+    *family = end;
+    if (end == 0 || attended < static_cast<int32_t>(end) || *begin > 0 || count.slots == 0) {
+      return count;
     }
-    return count;
+    *family += kFollows;
+    *begin = end;
+    return {TilesTo<kTile>(lengths.context_len - end + kTile - 1), count.slots};
   }
 
   // Counts the sequences whose lengths the lanes have.
   __device__ void CountSection() {
-    own_ = CountOf(lengths_, common_, section_ + lane_ < num_seqs_, &begin_of_lane_, &family_);
+    own_ = {0, 0};
+    begin_of_lane_ = 0;
+    if (section_ + lane_ < num_seqs_) {
+      own_ = CountOf(lengths_, &begin_of_lane_, &family_);
+    } else {
+      family_ = 0;
+    }
     ends_ = own_;
     const int lane = gpu::Opaque(lane_);  // else comparisons with it are kept in all predicates
 #pragma unroll
@@ -392,24 +338,22 @@ class Schedule {
   __device__ void LoadSection(int32_t section) {
     section_ = section;
     lengths_ = Lengths(p_, numbers_, section + lane_);
-    common_ = CommonOf(section + lane_);
+    family_ = FamilyOf(section + lane_);
     CountSection();
   }
 
   // Counts all sequences. A sequence without a valid range ends the batch.
   __device__ Count CountAll() {
+    constexpr int kUnrolled = kIsPlain ? 2 : 1;
     while (true) {
       Count count = own_;
       int32_t broken = num_seqs_;
-#pragma unroll 1
-      for (int32_t section = gpu::kWarpSize; section < num_seqs_; section += gpu::kWarpSize) {
-        const int32_t s = section + lane_;
-        const bool exists = s < num_seqs_;
+#pragma unroll kUnrolled
+      for (int32_t s = gpu::kWarpSize + lane_; s < num_seqs_; s += gpu::kWarpSize) {
         const Lengths lengths(p_, numbers_, s);
-        if (exists && !lengths.HasRows(numbers_)) broken = min(broken, s);
-        int32_t begin;
-        Family family;
-        const Count of_sequence = CountOf(lengths, CommonOf(s), exists, &begin, &family);
+        if (!lengths.HasRows(numbers_)) broken = min(broken, s);
+        int32_t begin, family = FamilyOf(s);
+        const Count of_sequence = CountOf(lengths, &begin, &family);
         count = {count.tiles + of_sequence.tiles, count.slots + of_sequence.slots};
       }
 #pragma unroll 1
@@ -472,18 +416,19 @@ class Schedule {
     const Place slots = gpu::Shuffle(own_.slots, place);
     const Place slots_end = slots_before_ + gpu::Shuffle(ends_.slots, place);
     if constexpr (kIsPlain) {
-      members_ = gpu::Shuffle(family_.members, place);
-      family_end_ = members_ > 1 ? gpu::Shuffle(family_.end, place) : 0;
-      if (members_ == 0) sequence_begin_ = 0;
-      const int last = place + max(members_, 1) - 1;
-      const bool has_slots =
-          slots_before_ + gpu::Shuffle(ends_.slots, last) <= scratch_.num_partials;
-      if (members_ != 1 && !has_slots) left_ = 0;  // the lengths have changed since
-      kept_ = Split::kAllKept;
-      if (has_common_) {
-        kept_ = static_cast<uint32_t>(gpu::Shuffle(family_.kept, place) + Split::kKept - 1) /
-                Split::kKept;
-      }
+      const int32_t family = gpu::Shuffle(family_, place);
+      const bool equals = lengths_.QueryLen() == q_len_;
+      const uint32_t following = gpu::LanesWith((family_ & kFollows) != 0 && equals) >> place;
+      members_ = gpu::FirstOf(~(following >> 1)) + 1;
+      kept_ = family & ~kFollows;
+      if ((following & 1) != 0) sequence_begin_ = 0;
+      const Place end_of_all = slots_before_ + gpu::Shuffle(ends_.slots, place + members_ - 1);
+      const int32_t tokens = members_ * q_len_;
+      const bool fits = tokens <= numbers_.tokens_of_item && kept_ <= context_len_ &&
+                        tokens <= numbers_.num_tokens - first_token_ &&
+                        end_of_all <= scratch_.num_partials;
+      // The lengths have changed since they were counted, or since families were found.
+      if ((members_ > 1 || (following & 1) != 0) && !fits) left_ = 0;
     }
     // There are too few slots if the lengths have changed since they were counted.
     own_unit_ = slots == 0 || slots_end > scratch_.num_partials ? Unit::kSequence : unit_;
@@ -508,15 +453,13 @@ class Schedule {
   int32_t num_seqs_;
   int32_t section_ = 0;  // the first sequence whose lengths the lanes have
   Lengths lengths_;      // of the lane's sequence
-  int32_t common_ = 0;   // positions that it has in common with the one before it
-  Family family_;
-  bool has_common_ = false;  // whether any sequence has
-  Count own_;                // of that, for each of its kv heads
-  int32_t begin_of_lane_;    // the first position that is dealt as its own
-  Count ends_;               // the counts of the section up to this lane
-  Place slots_before_ = 0;   // of the sections before
-  Place at_;                 // the block's place, in tiles of all kv heads from the section on
-  Place left_;               // tiles of the block's share
+  int32_t family_;       // of that, see Scratch
+  Count own_;            // of that, for each of its kv heads
+  int32_t begin_of_lane_;   // the first position that is dealt as its own
+  Count ends_;              // the counts of the section up to this lane
+  Place slots_before_ = 0;  // of the sections before
+  Place at_;                // the block's place, in tiles of all kv heads from the section on
+  Place left_;              // tiles of the block's share
 
   int32_t kv_head_;  // of the next split. numbers.num_kv_heads: one of the next sequence
 
@@ -530,9 +473,8 @@ class Schedule {
   int32_t num_tiles_;
   int32_t begin_;           // the first position that is dealt as the sequence's
   int32_t sequence_begin_;  // and that counts
-  int32_t family_end_ = 0;  // before it the splits are those of a family of several members
-  int32_t members_ = 1;
-  uint32_t kept_ = Split::kAllKept;
+  int32_t members_ = 1;     // of the family from the sequence on
+  int32_t kept_ = kAllKept;  // where the common units end
   int32_t slot_;  // see Split
   Unit own_unit_;
   int32_t attended_begin_;
