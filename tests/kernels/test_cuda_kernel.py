@@ -103,7 +103,7 @@ def launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., l
 
 
 # The threads of a block tell the kernels apart.
-DECODE, HOPPER, PORTABLE, COMBINE, ZEROS = 192, 384, 128, 128, 128
+DECODE, HOPPER, PORTABLE, COMBINE, ZEROS = 192, 384, 128, 128, 1024
 
 
 @pytest.mark.parametrize(
@@ -121,8 +121,8 @@ DECODE, HOPPER, PORTABLE, COMBINE, ZEROS = 192, 384, 128, 128, 128
 def test_the_kernels_of_a_call_on_hopper(
     group: int, q_lens: Any, max_query_len: int | None, kernels: Any, gpu: Gpu, launches: Any
 ) -> None:
-    """A decoding step launches the decode kernel, and before it one that sets numbers to zero and
-    compares the rows of the block table, unless no context can be split, nor the window."""
+    """A decoding step launches the decode kernel, and before it one thread block that sets numbers
+    to zero and compares rows of the block table, unless no context can be split, nor the window."""
     case = Case(
         id="launches",
         sequences=tuple((q_len, 700) for q_len in q_lens),
@@ -133,8 +133,7 @@ def test_the_kernels_of_a_call_on_hopper(
     )
     launched = launches(gpu.on_hopper(), case)
     assert [threads for _, threads, _ in launched] == kernels
-    max_seqs = len(case.sequences) + case.padding_seqs
-    assert kernels[0] != ZEROS or launched[0][:2] == (max_seqs, ZEROS)
+    assert kernels[0] != ZEROS or launched[0][:2] == (1, ZEROS)
     # The other kernels: for queries of up to 64 rows, and for longer ones where there may be some.
     rest = [PORTABLE] * (1 + (HOPPER in kernels and group * max(q_lens) > 64))
     portable = [ZEROS, DECODE] if DECODE in kernels else []

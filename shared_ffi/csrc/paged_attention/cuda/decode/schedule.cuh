@@ -236,6 +236,7 @@ class Schedule {
 
   // The positions of the member of the last split's family that a lane has the number of.
   __device__ int32_t ContextOfMember() const {
+    if (!kIsPlain) return 0;
     return gpu::Shuffle(lengths_.context_len, place_ + lane_);
   }
 
@@ -417,18 +418,20 @@ class Schedule {
     const Place slots_end = slots_before_ + gpu::Shuffle(ends_.slots, place);
     if constexpr (kIsPlain) {
       const int32_t family = gpu::Shuffle(family_, place);
-      const bool equals = lengths_.QueryLen() == q_len_;
-      const uint32_t following = gpu::LanesWith((family_ & kFollows) != 0 && equals) >> place;
-      members_ = gpu::FirstOf(~(following >> 1)) + 1;
       kept_ = family & ~kFollows;
-      if ((following & 1) != 0) sequence_begin_ = 0;
-      const Place end_of_all = slots_before_ + gpu::Shuffle(ends_.slots, place + members_ - 1);
-      const int32_t tokens = members_ * q_len_;
-      const bool fits = tokens <= numbers_.tokens_of_item && kept_ <= context_len_ &&
-                        tokens <= numbers_.num_tokens - first_token_ &&
-                        end_of_all <= scratch_.num_partials;
-      // The lengths have changed since they were counted, or since families were found.
-      if ((members_ > 1 || (following & 1) != 0) && !fits) left_ = 0;
+      members_ = 1;
+      const bool follows = (family_ & kFollows) != 0 && lengths_.QueryLen() == q_len_;
+      if (const uint32_t following = gpu::LanesWith(follows) >> place; following != 0) {
+        members_ = gpu::FirstOf(~(following >> 1)) + 1;
+        if ((following & 1) != 0) sequence_begin_ = 0;
+        const Place end_of_all = slots_before_ + gpu::Shuffle(ends_.slots, place + members_ - 1);
+        const int32_t tokens = members_ * q_len_;
+        const bool fits = tokens <= numbers_.tokens_of_item && kept_ <= context_len_ &&
+                          tokens <= numbers_.num_tokens - first_token_ &&
+                          end_of_all <= scratch_.num_partials;
+        // The lengths have changed since they were counted, or since families were found.
+        if ((following & 3) != 0 && !fits) left_ = 0;
+      }
     }
     // There are too few slots if the lengths have changed since they were counted.
     own_unit_ = slots == 0 || slots_end > scratch_.num_partials ? Unit::kSequence : unit_;

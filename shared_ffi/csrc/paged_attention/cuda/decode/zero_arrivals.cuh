@@ -14,24 +14,23 @@ static_assert(kSection == gpu::kWarpSize, "a lane joins each sequence, and a war
 inline constexpr int kZeroThreads = kSection * gpu::kWarpSize;
 inline constexpr int kZeroArrivalsSharedBytes = kSection * sizeof(int32_t);
 
-// How many positions from the first on a sequence has in common with the one before it. All lanes of
-// the warp call it.
+// How many of its positions, from the first on, a sequence has in common with the one before it,
+// whose context may end earlier. All lanes of the warp call it.
 __device__ inline int32_t CommonPositions(const Params& p, int64_t s) {
   constexpr int kIds = 16;  // of a lane, whose loads are on their way together
   const int32_t* ids = p.block_tables + s * p.max_blocks_per_seq;
   const int32_t* ids_before = ids - p.max_blocks_per_seq;
-  const int32_t positions =  // on their way with the first ids
-      max(0, min(gpu::LoadOnce(p.context_lens + s - 1), gpu::LoadOnce(p.context_lens + s)));
+  const int32_t positions = max(0, gpu::LoadOnce(p.context_lens + s));  // with the first ids
   if (gpu::LoadOnce(ids) != gpu::LoadOnce(ids_before)) return 0;  // most share nothing
   const auto num_ids =
-      static_cast<int32_t>(Smaller(p.max_blocks_per_seq, CeilDiv(positions, p.block_size)));
-  int32_t same = 0;  // block ids from the first on
+      static_cast<uint32_t>(Smaller(p.max_blocks_per_seq, CeilDiv(positions, p.block_size)));
+  uint32_t same = 0;  // block ids from the first on
 #pragma unroll 1
-  for (int32_t begin = 0; begin == same && begin < num_ids; begin += kIds * gpu::kWarpSize) {
+  for (uint32_t begin = 0; begin == same && begin < num_ids; begin += kIds * gpu::kWarpSize) {
     int32_t differ[kIds];
 #pragma unroll
     for (int i = 0; i < kIds; ++i) {
-      const int32_t at = begin + i * gpu::kWarpSize + threadIdx.x % gpu::kWarpSize;
+      const uint32_t at = begin + i * gpu::kWarpSize + threadIdx.x % gpu::kWarpSize;
       differ[i] = at < num_ids ? ids[at] ^ ids_before[at] : 1;
     }
 #pragma unroll
