@@ -51,9 +51,9 @@ def count(emulated: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
     def count(*sequences: tuple[int, int], seed: int = 1, kv_heads: int = 1, name: str = "",
               heads: int = 4, shared_blocks: int = 0) -> Any:  # fmt: skip
         path.write_text("")
-        case = Case(id="counts", sequences=sequences, num_heads=heads * kv_heads, num_kv_heads=kv_heads,
-                    head_size=128, block_size=16, dtype="bfloat16", padding_tokens=0,
-                    shared_blocks=shared_blocks)  # fmt: skip
+        case = Case(id="counts", sequences=sequences, num_heads=heads * kv_heads,
+                    num_kv_heads=kv_heads, head_size=128, block_size=16, dtype="bfloat16",
+                    padding_tokens=0, shared_blocks=shared_blocks)  # fmt: skip
         attend(EmulatedGpu(emulated), case.inputs(), **case.attributes(), seed=seed)
         launches = [json.loads(line) for line in path.read_text().splitlines()]
         if not name:
