@@ -39,12 +39,12 @@ struct Scratch {
   // them to 0.
   int32_t* arrivals;  // [max_seqs, num_kv_heads, arrivals_of_head]
   int64_t arrivals_of_head;
-  // The positions that a sequence has in common with its neighbours in the batch, from the first on:
-  // a multiple of kShortLeaf. Plus kFollows: the sequence before it has as many, and the decode
+  // The positions that a sequence has in common with its neighbours in the batch, from the first
+  // on: a multiple of kShortLeaf. Plus kFollows: the sequence before it has as many, and the decode
   // kernel reads the units that lie in them for both. ZeroArrivals finds it.
   int32_t* families;  // [max_seqs]
-  RowState* states;  // [num_partials, num_heads]
-  float* partials;   // [num_partials, num_heads, value_head_size]: sums of 2^(logit - max) * v
+  RowState* states;   // [num_partials, num_heads]
+  float* partials;    // [num_partials, num_heads, value_head_size]: sums of 2^(logit - max) * v
   // Where the thread blocks of kernels for long queries add up the leaves of their rows (order.h),
   // each in its own slot: the group's total, then that of the groups before. At most num_slots
   // thread blocks run. No slots where no row has a second leaf.

@@ -48,7 +48,7 @@ struct alignas(16) Split {
 
   static constexpr uint32_t kUnit = 3;
   static constexpr uint32_t kIsCausal = 4;
-  static constexpr int kMembers = 3;  // where the members of a family begin, less 1: four bits
+  static constexpr int kMembers = 3;     // where the members of a family begin, less 1: four bits
   static constexpr int kKeptBegins = 7;  // and how many positions others read, too, in short leaves
 
   __device__ bool IsEnd() const { return q_len < 0; }
@@ -454,10 +454,10 @@ class Schedule {
   const int lane_;
   Unit unit_ = Unit::kLeaf;  // of the batch
   int32_t num_seqs_;
-  int32_t section_ = 0;  // the first sequence whose lengths the lanes have
-  Lengths lengths_;      // of the lane's sequence
-  int32_t family_;       // of that, see Scratch
-  Count own_;            // of that, for each of its kv heads
+  int32_t section_ = 0;     // the first sequence whose lengths the lanes have
+  Lengths lengths_;         // of the lane's sequence
+  int32_t family_;          // of that, see Scratch
+  Count own_;               // of that, for each of its kv heads
   int32_t begin_of_lane_;   // the first position that is dealt as its own
   Count ends_;              // the counts of the section up to this lane
   Place slots_before_ = 0;  // of the sections before
@@ -474,11 +474,11 @@ class Schedule {
   int32_t context_len_;
   int32_t is_causal_;
   int32_t num_tiles_;
-  int32_t begin_;           // the first position that is dealt as the sequence's
-  int32_t sequence_begin_;  // and that counts
-  int32_t members_ = 1;     // of the family from the sequence on
+  int32_t begin_;            // the first position that is dealt as the sequence's
+  int32_t sequence_begin_;   // and that counts
+  int32_t members_ = 1;      // of the family from the sequence on
   int32_t kept_ = kAllKept;  // where the common units end
-  int32_t slot_;  // see Split
+  int32_t slot_;             // see Split
   Unit own_unit_;
   int32_t attended_begin_;
   int32_t attended_end_;

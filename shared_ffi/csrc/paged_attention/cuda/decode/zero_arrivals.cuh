@@ -21,7 +21,7 @@ __device__ inline int32_t CommonPositions(const Params& p, int64_t s) {
   const int32_t* ids = p.block_tables + s * p.max_blocks_per_seq;
   const int32_t* ids_before = ids - p.max_blocks_per_seq;
   const int32_t positions = max(0, gpu::LoadOnce(p.context_lens + s));  // with the first ids
-  if (gpu::LoadOnce(ids) != gpu::LoadOnce(ids_before)) return 0;  // most share nothing
+  if (gpu::LoadOnce(ids) != gpu::LoadOnce(ids_before)) return 0;        // most share nothing
   const auto num_ids =
       static_cast<uint32_t>(Smaller(p.max_blocks_per_seq, CeilDiv(positions, p.block_size)));
   uint32_t same = 0;  // block ids from the first on
