@@ -517,6 +517,7 @@ def neighbours(rng: np.random.Generator, inputs: Any) -> None:
     context_lens[...] = q_lens + rng.integers(0, most - 1, max_seqs)
     if rng.random() < 0.7:
         context_lens[...] = np.maximum(context_lens, most * 2 // 3)
+    context_lens[::3] = q_lens[::3] + most // 3  # before the blocks in common end
     for s in range(max_seqs):
         tables[s] = rng.permutation(len(kv_cache))[:width]
         if s == 0 or rng.random() < 0.15:
