@@ -376,7 +376,7 @@ def scratch_bytes(
     slots = larger(tokens * smaller(groups, sizes.most_group_slots), sizes.enough_slots)
     num_partials = larger(num_partials, smaller(tokens * leaves, slots))
     arrivals_of_head = 1 + smaller(groups, sizes.most_runs)
-    num_flags = num_tokens + num_partials + 1 + max_seqs * num_kv_heads * arrivals_of_head
+    num_flags = num_tokens + num_partials + 1 + max_seqs * (num_kv_heads * arrivals_of_head + 1)
     flags_bytes = sizes.flag_bytes * num_flags
     flags_bytes = -(-flags_bytes // sizes.alignment) * sizes.alignment
     num_bytes = flags_bytes + num_partials * sizes.partial_bytes

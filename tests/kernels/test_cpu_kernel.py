@@ -33,6 +33,7 @@ from tests.support.calls import (
 )
 from tests.support.gpu import Cpu
 from tests.support.kernel_tests import *  # noqa: F403
+from tests.support.kernel_tests import one_sequence
 
 F32, I32 = np.float32, np.int32
 
@@ -300,14 +301,6 @@ def test_the_longest_context(context: int) -> None:
     message = rf"context_lens\[0\] must be from 0 to {2**31 - 1024}; got {context}"
     with contextlib.nullcontext() if is_legal else pytest.raises(ValueError, match=message):
         assert attend_to_equal_positions(context, 2**31, columns=1, sliding_window=40).all()
-
-
-def one_sequence(operands: Any, s: int) -> list[Any]:
-    """The operands of a call of one sequence of a batch."""
-    query, kv_cache, context_lens, tables, starts, _ = operands
-    rows = query[starts[s] : starts[s + 1]]
-    metadata = [context_lens[s : s + 1], tables[s : s + 1], np.array([0, len(rows)], I32)]
-    return [rows, kv_cache, *metadata, np.array(1, I32)]
 
 
 SHARED_PREFIXES = [case for case in CASES if case.id.startswith("shared-prefix-")]

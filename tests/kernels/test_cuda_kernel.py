@@ -37,7 +37,7 @@ from tests.support.calls import (
 )
 from tests.support.gpu import ON_CUDA, EmulatedGpu, Gpu, attend, scratch_of, skip_without_code
 from tests.support.kernel_tests import *  # noqa: F403
-from tests.support.kernel_tests import BATCH, batch
+from tests.support.kernel_tests import BATCH, batch, one_sequence
 
 F32, I32 = np.float32, np.int32
 
@@ -100,7 +100,7 @@ def launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., l
 
 
 # The threads of a block tell the kernels apart.
-DECODE, HOPPER, PORTABLE, COMBINE, ZEROS = 192, 384, 128, 128, 128
+DECODE, HOPPER, PORTABLE, COMBINE, ZEROS = 192, 384, 128, 128, 1024
 
 
 @pytest.mark.parametrize(
@@ -118,8 +118,8 @@ DECODE, HOPPER, PORTABLE, COMBINE, ZEROS = 192, 384, 128, 128, 128
 def test_the_kernels_of_a_call_on_hopper(
     group: int, q_lens: Any, max_query_len: int | None, kernels: Any, gpu: Gpu, launches: Any
 ) -> None:
-    """A decoding step launches the decode kernel, and before it one thread block that sets numbers to
-    zero, unless no context can be split, nor the window."""
+    """A decoding step launches the decode kernel, and before it one thread block that sets numbers
+    to zero and compares rows of the block table, unless no context can be split, nor the window."""
     case = Case(
         id="launches",
         sequences=tuple((q_len, 700) for q_len in q_lens),
@@ -484,6 +484,83 @@ def test_runs_of_groups_are_merged_side_by_side(each_kernel: Gpu) -> None:
         scratch[:] = rng.integers(256, size=len(scratch), dtype=np.uint8)
         result = attend(each_kernel, inputs, scratch=scratch, seed=seed, **attributes)
         assert_same_bits(result, expected)
+
+
+# Calls with neighbours that have their first blocks in common: one work item has the rows of up to 16
+# query heads and tokens. What the last three do not share is read for each sequence.
+WITH_NEIGHBOURS: dict[str, dict[str, Any]] = {
+    "16-sequences": {"num_heads": 1, "num_kv_heads": 1},
+    "5-sequences": {"num_heads": 6, "block_size": 5},
+    "4-sequences": {"num_heads": 4, "num_kv_heads": 1, "sinks": True, "dtype": "float16"},
+    "2-sequences-int8": {"num_heads": 8, "num_kv_heads": 1, "cache_dtype": "int8"},
+    "8-sequences-float8": {"num_heads": 4, "cache_dtype": "float8_e4m3fn", "scales": "per head"},
+    "blocks-of-1": {"num_heads": 2, "num_kv_heads": 1, "block_size": 1},
+    "16-heads": {"num_heads": 16, "num_kv_heads": 1},
+    "window": {"num_heads": 2, "num_kv_heads": 1, "sliding_window": 800},
+    "soft-cap": {"num_heads": 2, "num_kv_heads": 1, "soft_cap": 20.0},
+}
+
+
+def neighbours(rng: np.random.Generator, inputs: Any) -> None:
+    """Gives a call new lengths and tables. A row begins as the one before it does, up to a block where
+    it ends or differs. Some go on as the other row does, or have the same blocks in another order."""
+    _, kv_cache, context_lens, tables, starts, num_seqs = inputs
+    max_seqs, width = tables.shape
+    most = width * kv_cache.shape[1]
+    q_len = int(rng.integers(1, 3))
+    q_lens = np.full(max_seqs, q_len) if rng.random() < 0.7 else rng.integers(0, 3, max_seqs)
+    starts[1:] = np.cumsum(q_lens)
+    num_seqs[...] = rng.integers(2, max_seqs + 1)
+    context_lens[...] = q_lens + rng.integers(0, most - 1, max_seqs)
+    if rng.random() < 0.7:
+        context_lens[...] = np.maximum(context_lens, most * 2 // 3)
+    context_lens[::3] = q_lens[::3] + most // 3  # before the blocks in common end
+    for s in range(max_seqs):
+        tables[s] = rng.permutation(len(kv_cache))[:width]
+        if s == 0 or rng.random() < 0.15:
+            continue
+        same = int(width * rng.choice([0.1, 0.3, 0.6, 0.9, 1]))
+        tables[s, :same] = tables[s - 1, :same]
+        place = int(rng.integers(same - 1))
+        match rng.integers(4):
+            case 0:
+                tables[s, [place, place + 1]] = tables[s, [place + 1, place]]
+            case 1:
+                tables[s, place] = rng.integers(len(kv_cache))
+            case 2:
+                tables[s, : same - 1] = tables[s - 1, 1:same]
+
+
+@pytest.mark.skipif(ON_CUDA, reason="tests/backends/test_gpu.py captures calls there")
+@pytest.mark.parametrize("name", WITH_NEIGHBOURS)
+def test_neighbours_have_the_bits_of_each_alone(name: str, each_kernel: Gpu) -> None:
+    """Whatever they have in common. Lengths and tables change between the replays of a graph."""
+    sizes: dict[str, Any] = {"head_size": 32, "block_size": 16, "dtype": "bfloat16"}
+    sizes |= {"max_query_len": 2, "return_lse": True} | WITH_NEIGHBOURS[name]
+    # More than are counted at a time, or fewer.
+    num_seqs = 36 if name == "16-sequences" else 9
+    case = Case(id=name, sequences=((2, 1120),) * num_seqs, padding_seqs=0, **sizes)
+    call = ChangingCall(case)
+    inputs = type(case.inputs())(*(call.named[x] for x in case.inputs()._fields))
+    if case.cache_dtype is None:
+        inputs.kv_cache[~np.isfinite(inputs.kv_cache.astype(F32))] = 0
+    attributes = case.attributes()
+    rng = np.random.default_rng(zlib.crc32(name.encode()))
+    assert isinstance(each_kernel, EmulatedGpu)
+    for seed in range(4):  # 1, 3, 7 and all thread blocks
+
+        def run(seed: int = seed) -> None:
+            each_kernel.run(call.op, call.arrays, call.results, seed, **numbers(call.call))
+
+        with each_kernel.captured(run) as replay:
+            for _ in range(14 if selection.everything else 1):
+                neighbours(rng, inputs)
+                call.results[-1][...] = 0xFF
+                replay(int(rng.integers(100)))
+                for s in range(int(inputs.num_seqs)):
+                    rows = slice(*inputs.query_start_loc[s : s + 2])
+                    alone = attend(each_kernel, one_sequence(inputs, s), **attributes)
+                    assert_same_bits(tuple(x[rows] for x in call.results[:2]), alone)
 
 
 @pytest.mark.parametrize("cache_dtype", [None, "int8"])
@@ -1321,7 +1398,7 @@ def test_the_scratch_is_bounded(
         tile_tokens=tile_tokens,
         few_tokens=few_tokens,
     )
-    flags = num_tokens + partials + max_seqs * num_kv_heads * per_head
+    flags = num_tokens + partials + max_seqs * (num_kv_heads * per_head + 1)
     slots = 2 * 4 * 128 * (128 + 16) * min(384, num_tokens * num_heads * max_splits)
     num_bytes -= slots if capacity > 256 else 0
     assert num_bytes <= 4 * flags + 32 + 4 * partials * num_heads * 130

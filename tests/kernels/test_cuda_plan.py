@@ -74,7 +74,7 @@ def test_no_kernel_begins_early_that_does_not_wait() -> None:
         ({}, [1, 2 * 4 * 11, 2 * 6 * 17, 128]),
         ({"capacity": 256}, [2 * 4, 2 * 6 * 2, 128]),
         ({"num_tokens": 4096}, [1, 2 * 4 * 11, 384, 8192]),  # as many as there are slots
-        ({"num_tokens": 4, "max_seqs": 1 << 20}, [768, 2 * 4 * 11]),
+        ({"num_tokens": 4, "max_seqs": 1 << 20}, [1 << 15, 2 * 4 * 11]),
     ],
 )
 def test_the_grid_has_no_more_blocks_than_work(

@@ -48,10 +48,12 @@ def count(emulated: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
     path = tmp_path / "counts"
     monkeypatch.setenv("EMULATED_GPU_COUNTS", str(path))
 
-    def count(*sequences: tuple[int, int], seed: int = 1, kv_heads: int = 1, name: str = "") -> Any:
+    def count(*sequences: tuple[int, int], seed: int = 1, kv_heads: int = 1, name: str = "",
+              heads: int = 4, shared_blocks: int = 0) -> Any:  # fmt: skip
         path.write_text("")
-        case = Case(id="counts", sequences=sequences, num_heads=4 * kv_heads, num_kv_heads=kv_heads,
-                    head_size=128, block_size=16, dtype="bfloat16", padding_tokens=0)  # fmt: skip
+        case = Case(id="counts", sequences=sequences, num_heads=heads * kv_heads,
+                    num_kv_heads=kv_heads, head_size=128, block_size=16, dtype="bfloat16",
+                    padding_tokens=0, shared_blocks=shared_blocks)  # fmt: skip
         attend(EmulatedGpu(emulated), case.inputs(), **case.attributes(), seed=seed)
         launches = [json.loads(line) for line in path.read_text().splitlines()]
         if not name:
@@ -78,6 +80,24 @@ def test_a_decode_item_takes_few_instructions(count: Any) -> None:
     splits, kv_heads = 32, 8
     total = count((1, splits * 256), kv_heads=kv_heads, name="DecodeAttention")["total"]
     assert total <= 11200 * splits * kv_heads
+
+
+@pytest.mark.parametrize(
+    ("heads", "once", "sectors"), [(1, 16, 0.55), (4, 4, 0.67), (16, 1, 1.01)], ids=str
+)
+def test_neighbours_read_once_what_they_have_in_common(
+    heads: int, once: int, sectors: float, count: Any
+) -> None:
+    """Half of 2,048 positions, for as many sequences as a work item has rows for. What is read for one
+    sequence alone leaves the L2 cache to the rest, unless nothing is in common."""
+    fields = {"name": "DecodeAttention", "heads": heads}
+    alone = count(*[(1, 2048)] * 16, **fields)
+    shared = count(*[(1, 2048)] * 16, **fields, shared_blocks=64)
+    assert shared["global_sectors"] <= sectors * alone["global_sectors"]
+    assert alone["evict_first_sectors"] == 0
+    row = 2 * 128 * 2 // 32  # sectors of a position's K and V
+    assert shared["evict_first_sectors"] == 16 * 1024 * row
+    assert shared["global_sectors"] >= (16 + 16 // once) * 1024 * row
 
 
 def test_a_plain_turn_reads_k_and_v_once_for_two_groups_of_rows(count: Any) -> None:

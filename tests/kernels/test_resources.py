@@ -189,10 +189,12 @@ def decode_kernel(request: pytest.FixtureRequest, decode_kernels: list[MachineCo
     return decode_kernels[request.param]
 
 
-def test_the_decode_kernel_is_short(decode_kernel: MachineCode) -> None:
+def test_the_decode_kernel_is_short(decode_cache: str, decode_kernel: MachineCode) -> None:
     """A short call runs most instructions once: their fetch is the bottleneck. It has what adds up
-    leaves, groups and parts, too, of which most calls need one."""
-    assert len(decode_kernel.bits) * 16 <= 82 * 1024
+    leaves, groups and parts, too, of which most calls need one. For rows of several sequences it has
+    6 KiB, and 8 with a cache of 8 bits."""
+    limit = {"BFloat16": 84, "Float8E4M3": 91}[decode_cache]
+    assert len(decode_kernel.bits) * 16 <= limit * 1024
 
 
 def copies_of_tiles(code: MachineCode) -> set[int]:
@@ -213,7 +215,8 @@ def test_a_tile_of_the_decode_kernel_takes_few_instructions(
     apart = {*code.find("ENDCOLLECTIVE")}  # for a warp whose lanes are not together
     ways = [way for way in ways if not apart & {*way}]
     assert {len({*way} & {*code.find(r"LDGSTS\.E")}) for way in ways} == {8}
-    assert max(map(len, ways)) <= 105
+    # With 8 bits, ptxas moves the copies' policy to uniform registers for each tile.
+    assert max(map(len, ways)) <= {"BFloat16": 105, "Float8E4M3": 126}[decode_cache]
     products = code.find("HMMA")
     turn = way_through(code, products[0], [products[-1], products[0]])
     assert len(products) == len({*turn} & {*products}) == 32
@@ -249,7 +252,8 @@ def test_the_first_copy_comes_soon(decode_kernel: MachineCode) -> None:
     the lengths and slots, finds its first split with a quotient, hands it over, asks for its block ids,
     hands over that there is no other split, and copies. The others have made all barriers in shared
     memory then, without a loop over the lanes (whose exit tests whether any is left). In the model,
-    with the lengths and ids in the L2 cache."""
+    with the lengths and ids in the L2 cache. 70 instructions ask whether other sequences read the
+    split's positions, too, and whose rows it has."""
     code = decode_kernel
     meeting = code.find("BAR.SYNC")[0]
     barriers = code.find("SYNCS.EXCH")
@@ -260,9 +264,9 @@ def test_the_first_copy_comes_soon(decode_kernel: MachineCode) -> None:
     marks = ["LDG.E.STRONG", "BAR.SYNC", *["SHFL.UP"] * 10, "MUFU.RCP"]
     marks += ["SYNCS.ARRIVE", r"LDG\.E R", "SYNCS.ARRIVE", r"LDGSTS\.E"]
     way = way_along(code, *marks)
-    assert len(way) <= 460
+    assert len(way) <= 525
     met = cycles.cycles_of_way(code, making, L2_HIT)
-    assert cycles.cycles_of_way(code, way, L2_HIT, {meeting: met}) <= 2300
+    assert cycles.cycles_of_way(code, way, L2_HIT, {meeting: met}) <= 2450
 
 
 def test_a_merge_of_a_group_is_short(decode_kernel: MachineCode) -> None:

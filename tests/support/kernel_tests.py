@@ -24,6 +24,14 @@ from tests.support.gpu import Cpu, Gpu, Kernels, attend
 F32, I32 = np.float32, np.int32
 
 
+def one_sequence(operands: Any, s: int) -> list[Any]:
+    """The operands of a call of one sequence of a batch."""
+    query, kv_cache, context_lens, tables, starts, _ = operands
+    rows = query[starts[s] : starts[s + 1]]
+    metadata = [context_lens[s : s + 1], tables[s : s + 1], np.array([0, len(rows)], I32)]
+    return [rows, kv_cache, *metadata, np.array(1, I32)]
+
+
 @pytest.mark.pairwise
 @pytest.mark.parametrize("case", quantized.INT4_CASES, ids=lambda case: case.id)
 def test_int4_has_the_bits_of_int8(case: Case, kernels: Kernels) -> None:

@@ -255,6 +255,9 @@ struct TensorCopy {
   uint64_t to, barrier;
 };
 
+// Policies of createpolicy. What GPUs have in these registers is not documented.
+constexpr int32_t kEvictNormal = 1, kEvictFirst = 2;
+
 // What speed depends on.
 struct Counters {
   std::map<std::string, uint64_t> classes;  // instructions of warps
@@ -264,7 +267,8 @@ struct Counters {
   uint64_t shared_wavefronts = 0;     // as many, if no bank is asked for two words at once
   std::map<int, uint64_t> conflicts;  // the others, by the line of the instruction
   uint64_t global_bytes = 0;
-  uint64_t global_sectors = 0;  // of 32 bytes
+  uint64_t global_sectors = 0;       // of 32 bytes
+  uint64_t evict_first_sectors = 0;  // of these, what cp.async reads with that policy
 
   void Add(const Counters& other);
   void Write(const std::string& kernel, const char* path) const;

@@ -192,7 +192,15 @@ Outcome AddInMemory(Warp& w, const Instruction& i) {
   return Outcome::kDone;
 }
 
-// cp.async [to], [from], bytes[, valid bytes]
+// createpolicy.fractional policy[, fraction]: for all of an access.
+Outcome CreatePolicy(Warp& w, const Instruction& i) {
+  if (i.NumOperands() > 1) Fail("a policy for a fraction");
+  const auto policy = static_cast<uint64_t>(i.number);
+  ForActive(w.active, [&](int lane) { w.Lanes<uint64_t>(i, 0)[lane] = policy; });
+  return Outcome::kDone;
+}
+
+// cp.async [to], [from], bytes[, valid bytes][, cache policy], which decides nothing here
 Outcome CopyAsync(Warp& w, const Instruction& i) {
   ForActive(w.active, [&](int lane) {
     w.block->lane = lane;
@@ -285,6 +293,12 @@ bool DecodeMemory(const Words& words, Instruction* i) {
       i->execute = CopyAsync;
     else
       return false;
+    return true;
+  }
+  if (i->opcode == "createpolicy.fractional.L2::evict_normal.b64" ||
+      i->opcode == "createpolicy.fractional.L2::evict_first.b64") {
+    i->execute = CreatePolicy;
+    i->number = i->opcode.find("first") == std::string::npos ? kEvictNormal : kEvictFirst;
     return true;
   }
   if (name != "ld" && name != "st" && name != "atom" && name != "red") return false;

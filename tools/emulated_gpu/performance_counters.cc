@@ -99,7 +99,11 @@ void Count(const Warp& w, const Instruction& i, Counters* counters) {
     if (i.NumOperands() < 3) return;  // commit_group
     const int bytes = static_cast<int>(w.Integer(i.At(2), w.LowestLane()));
     CountShared(w, AddressesOf(w, i.At(0)), w.active, bytes, counters);
+    const uint64_t before = counters->global_sectors;
     CountGlobal(w, AddressesOf(w, i.At(1)), bytes, counters);
+    if (i.NumOperands() > 4 && w.Integer(i.At(4), w.LowestLane()) == kEvictFirst) {
+      counters->evict_first_sectors += counters->global_sectors - before;
+    }
   } else if (Begins(opcode, "ld.") && i.space != Space::kParam) {
     CountAccess(w, i, i.At(i.NumOperands() - 1), i.size * i.count, counters);
   } else if (Begins(opcode, "st.")) {
@@ -114,6 +118,7 @@ void Counters::Add(const Counters& other) {
   shared_wavefronts += other.shared_wavefronts;
   global_bytes += other.global_bytes;
   global_sectors += other.global_sectors;
+  evict_first_sectors += other.evict_first_sectors;
 }
 
 // A line of JSON.
@@ -135,7 +140,8 @@ void Counters::Write(const std::string& kernel, const char* path) const {
   file << "}, \"blocks\": " << blocks << ", \"longest_block\": " << longest_block
        << ", \"shared_accesses\": " << shared_accesses
        << ", \"shared_wavefronts\": " << shared_wavefronts << ", \"global_bytes\": " << global_bytes
-       << ", \"global_sectors\": " << global_sectors << "}\n";
+       << ", \"global_sectors\": " << global_sectors
+       << ", \"evict_first_sectors\": " << evict_first_sectors << "}\n";
 }
 
 }  // namespace emulated_gpu

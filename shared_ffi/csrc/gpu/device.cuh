@@ -105,6 +105,12 @@ __device__ __forceinline__ T ShuffleUp(T value, int delta) {
   return __shfl_up_sync(kAllLanes, value, delta);
 }
 
+// The value of the lane `delta` lanes above, or the lane's own value if there is none.
+template <typename T>
+__device__ __forceinline__ T ShuffleDown(T value, int delta) {
+  return __shfl_down_sync(kAllLanes, value, delta);
+}
+
 // With `width`, a power of two: the value of that one among the `width` lanes of the lane itself.
 template <typename T>
 __device__ __forceinline__ T Shuffle(T value, int from_lane, int width = kWarpSize) {
@@ -206,6 +212,28 @@ __device__ __forceinline__ void CopyAsync16(void* to, const void* from, bool val
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(from),
                "r"(valid && kCopies ? 16 : 0)
                : "memory");
+}
+
+// The same with a policy of the L2 cache for what is read.
+__device__ __forceinline__ void CopyAsync16(void* to, const void* from, bool valid,
+                                            uint64_t policy) {
+  const auto shared = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+  asm volatile(
+      "cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(shared),
+      "l"(from), "r"(valid && kCopies ? 16 : 0), "l"(policy)
+      : "memory");
+}
+
+// What is read once goes from the L2 cache before all else; what has no policy stays as usual.
+__device__ __forceinline__ uint64_t PolicyOfStreams() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
+  return policy;
+}
+__device__ __forceinline__ uint64_t NoPolicy() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_normal.b64 %0;" : "=l"(policy));
+  return policy;
 }
 
 // The same for 4 bytes.

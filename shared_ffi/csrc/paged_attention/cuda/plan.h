@@ -50,7 +50,8 @@ class Plan {
     if (kernels.decode != nullptr) {
       const int64_t num_items = kernels.decode->MaxItems(p);
       if (kernels.decode->HasSplits() && num_items > 0) {
-        const int64_t num_blocks = CeilDiv(NumArrivals(p, scratch), kZerosPerBlock);
+        const int64_t num_blocks = Larger(CeilDiv(p.max_seqs, decode::kSection),
+                                          CeilDiv(NumArrivals(p, scratch), kZerosPerBlock));
         Add({Step::kZeroArrivals, num_blocks, {1, few}, kernels.launches_early});
       }
       Add({Step::kDecode, num_items, {1, few}, kernels.launches_early});

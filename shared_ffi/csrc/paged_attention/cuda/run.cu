@@ -4,22 +4,13 @@
 #include <utility>
 
 #include "combine.cuh"
+#include "decode/zero_arrivals.cuh"
 #include "kernel_choice.cuh"
 #include "plan.h"
 #include "run.h"
 
 namespace xla_gpu::paged_attention {
 namespace {
-
-// Before the decode kernel, which prepares its shared memory meanwhile.
-__global__ void __launch_bounds__(kThreads) ZeroArrivals(int32_t* arrivals, int64_t count) {
-  gpu::LetNextKernelBegin();
-  gpu::WaitForKernelsBefore();
-  const int64_t step = int64_t{gridDim.x} * kThreads;
-  for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < count; i += step) {
-    arrivals[i] = 0;
-  }
-}
 
 // The kernels of a call, of which a plan launches some. T: type of the query.
 template <typename T>
@@ -28,7 +19,8 @@ struct Kernels {
   std::optional<decode::Kernel> decode;
   std::optional<AttentionKernel> long_portable;
   AttentionKernel portable;
-  gpu::Kernel<int32_t*, int64_t> zero{ZeroArrivals, kThreads};
+  gpu::Kernel<Params, Scratch, decode::Numbers, int64_t> zero{
+      decode::ZeroArrivals, decode::kZeroThreads, decode::kZeroArrivalsSharedBytes};
   gpu::Kernel<Params, Scratch, ItemRows, KvScales> combine{Combine<T>, kThreads,
                                                            kCombineSharedBytes};
 
@@ -85,7 +77,8 @@ gpu::Error Run(const Params& p, const Scratch& scratch, void* stream) {
     gpu::Error error;
     switch (launch.step) {
       case Step::kZeroArrivals:
-        error = Start(zero, launch, device, stream, scratch.arrivals, NumArrivals(p, scratch));
+        error = Start(zero, launch, device, stream, p, scratch, decode->numbers,
+                      NumArrivals(p, scratch));
         break;
       case Step::kDecode:
         error = StartDecode(*decode, launch, plan.EndsWithDecode(), device, stream, p, scratch);
@@ -167,8 +160,9 @@ void AddLaunches(std::vector<KernelLaunch>* launches) {
 }  // namespace
 
 std::vector<KernelLaunch> KernelLaunches() {
-  std::vector<KernelLaunch> launches = {{"Combine", 0, 0, 0, kThreads, kCombineSharedBytes},
-                                        {"ZeroArrivals", 0, 0, 0, kThreads, 0}};
+  std::vector<KernelLaunch> launches = {
+      {"Combine", 0, 0, 0, kThreads, kCombineSharedBytes},
+      {"ZeroArrivals", 0, 0, 0, decode::kZeroThreads, decode::kZeroArrivalsSharedBytes}};
   for (const int columns : {XLA_GPU_CUDA_CORE_COLUMNS}) {
     Params p = {};
     p.head_size = columns * gpu::kWarpSize;

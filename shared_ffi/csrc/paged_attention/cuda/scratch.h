@@ -20,6 +20,10 @@ struct RowState {
   float sum;
 };
 
+inline constexpr int32_t kFollows = 1;
+// Nobody has anything in common: no position matters more than another.
+inline constexpr int32_t kAllKept = INT32_MAX / kShortLeaf * kShortLeaf;
+
 // A partial: what one query token found in one split.
 struct Scratch {
   int64_t max_splits;
@@ -35,8 +39,12 @@ struct Scratch {
   // them to 0.
   int32_t* arrivals;  // [max_seqs, num_kv_heads, arrivals_of_head]
   int64_t arrivals_of_head;
-  RowState* states;  // [num_partials, num_heads]
-  float* partials;   // [num_partials, num_heads, value_head_size]: sums of 2^(logit - max) * v
+  // The positions that a sequence has in common with its neighbours in the batch, from the first
+  // on: a multiple of kShortLeaf. Plus kFollows: the sequence before it has as many, and the decode
+  // kernel reads the units that lie in them for both. ZeroArrivals finds it.
+  int32_t* families;  // [max_seqs]
+  RowState* states;   // [num_partials, num_heads]
+  float* partials;    // [num_partials, num_heads, value_head_size]: sums of 2^(logit - max) * v
   // Where the thread blocks of kernels for long queries add up the leaves of their rows (order.h),
   // each in its own slot: the group's total, then that of the groups before. At most num_slots
   // thread blocks run. No slots where no row has a second leaf.
@@ -80,9 +88,9 @@ struct ScratchSizes {
   int64_t max_split_tokens;  // most query tokens of a sequence that is split
   int64_t tile_tokens;       // most of a query tile
   int64_t max_length;        // positions that a split sequence's window can span
-  int64_t flag_bytes;        // for each token and partial, for the counter, and for arrivals
-  int64_t decode_tokens;     // most query tokens of a sequence that the decode kernel takes
-  int64_t enough_slots;      // see DecodeSlots
+  int64_t flag_bytes;     // for each token, partial and sequence, for the counter, and for arrivals
+  int64_t decode_tokens;  // most query tokens of a sequence that the decode kernel takes
+  int64_t enough_slots;   // see DecodeSlots
   int64_t most_group_slots;
   int64_t most_runs;
   int64_t partial_bytes;  // RowState and partial result of all heads
@@ -150,7 +158,7 @@ inline int64_t DecodeSlots(const Params& p, const ScratchSizes& sizes, int64_t l
 }
 
 // Lays the scratch out in `memory`, which may be null when only the size is wanted; that is
-//     4 * (num_tokens + num_partials + 1 + max_seqs * num_kv_heads * arrivals_of_head)
+//     4 * (num_tokens + num_partials + 1 + max_seqs * (num_kv_heads * arrivals_of_head + 1))
 //         + 4 * num_partials * num_heads * (value_head_size + 2) + num_slots * slot_bytes bytes,
 // the first and the second term rounded up to 16, with at most max_splits partials for each token
 // and partials_of_sequence for each sequence, or DecodeSlots if those are more.
@@ -167,7 +175,8 @@ inline int64_t MakeScratch(const Params& p, void* memory, Scratch* scratch) {
     scratch->partials_of_sequence = 0;
   scratch->num_partials = Larger(scratch->num_partials, DecodeSlots(p, sizes, longest));
   scratch->arrivals_of_head = 1 + Smaller(MostGroups(longest), sizes.most_runs);
-  const int64_t num_flags = p.num_tokens + scratch->num_partials + 1 + NumArrivals(p, *scratch);
+  const int64_t num_flags =
+      p.num_tokens + scratch->num_partials + 1 + NumArrivals(p, *scratch) + p.max_seqs;
   const int64_t flags_bytes =
       CeilDiv(num_flags * sizes.flag_bytes, sizes.alignment) * sizes.alignment;
   const int64_t states_bytes =
@@ -176,6 +185,7 @@ inline int64_t MakeScratch(const Params& p, void* memory, Scratch* scratch) {
   scratch->is_bad = reinterpret_cast<int32_t*>(bytes);
   scratch->counter = scratch->is_bad + p.num_tokens + scratch->num_partials;
   scratch->arrivals = scratch->counter + 1;
+  scratch->families = scratch->arrivals + NumArrivals(p, *scratch);
   // Partials that are whole chunks of 16 bytes begin at such a chunk.
   const int64_t partials_bytes = scratch->num_partials * sizes.partial_bytes - states_bytes;
   const bool are_chunks = p.value_head_size % kColumnsAtOnce == 0;

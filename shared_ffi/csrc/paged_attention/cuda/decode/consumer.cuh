@@ -70,10 +70,10 @@ class Consumer {
     for (uint32_t n = 0;; ++n) {  // one register, not two
       const auto stage = Shared::ItemState::Of(n);
       shared_.work_barriers.WaitFilled(stage);
-      const Work& work = shared_.work[stage.index];
+      Work& work = shared_.work[stage.index];
       if (work.split.IsEnd()) return;
       Compute(work, shared_.query[stage.index], shared_.query_factors[stage.index]);
-      if (!work.split.IsWhole()) Merge(work);
+      if (!work.split.IsWhole()) MergeMembers(&work);
       XLA_GPU_STAMP(Last, kFinished, warp_ == 0);
       shared_.work_barriers.Free(stage);
     }
@@ -338,7 +338,7 @@ class Consumer {
   // slots of the others have moved there.
   __device__ void WritePart(const Work& work, const Sums& sums, int32_t from, int32_t to) const {
     const Split& split = work.split;
-    const int num_rows = split.q_len * numbers_.heads_per_kv;
+    const int num_rows = work.item.num_rows;
     const int64_t slot = split.SlotOf(from);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -405,6 +405,20 @@ class Consumer {
         for (float& x : columns.column) x = gpu::Fma(x, factors[r], 0);
         WriteTo(output + column, columns);
       });
+    }
+  }
+
+  // Merges for each member of a family. The split becomes the member's, and the first rows are as
+  // good as its own: they have the same tokens of a sequence, and the same heads.
+  __device__ void MergeMembers(Work* work) {
+    const int32_t members = work->split.Members();
+#pragma unroll 1
+    for (int32_t member = 1;; ++member) {
+      Merge(*work);
+      if (member == members) return;
+      gpu::SyncThreads(kConsumersBarrier, kThreads);  // everyone has read the split
+      if (threadIdx.x == 0) work->split.GoToMember(work->contexts[member]);
+      gpu::SyncThreads(kConsumersBarrier, kThreads);
     }
   }
 

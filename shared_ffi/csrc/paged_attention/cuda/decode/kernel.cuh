@@ -40,13 +40,13 @@ __global__ void __launch_bounds__(kBlockThreads, Shared<T, C, kHeadSize, kKib>::
   const auto produce = [&](bool copies_keys) {
     if (copies_keys) schedule.Start();
     Producer<T, C, kHeadSize, kKib, kStripsAreInBlocks>(p, numbers, copies_keys, shared)
-        .Run([&](Split* split, auto stage) {
+        .Run([&](Split* split, int32_t* context, auto stage) {
           if (copies_keys) {
             schedule.Next(split);
             XLA_GPU_STAMP(First, kScheduled, true);
-            shared->HandOver(*split, stage);
+            shared->HandOver(*split, schedule.ContextOfMember(), stage);
           } else {
-            shared->Receive(split, stage);
+            shared->Receive(split, context, stage);
           }
         });
   };

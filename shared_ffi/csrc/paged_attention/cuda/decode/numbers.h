@@ -14,6 +14,9 @@ inline constexpr int kWidestTile = 32;
 // Positions of a strip of a KV tile. Where blocks are whole strips, each strip lies in one block.
 inline constexpr int kStrip = 16;
 
+// Sequences whose lengths a warp has at once. Families lie within such sections of the batch.
+inline constexpr int kSection = 32;
+
 // The shared memory of a multiprocessor, in KiB, that a decode kernel is made for. What every GPU
 // from sm_80 on has suffices. With that of sm_90, more KV tiles are on their way.
 inline constexpr int kAnyMultiprocessor = 100, kLargeMultiprocessor = 228;
@@ -49,6 +52,7 @@ struct Numbers {
   uint32_t table_bytes;  // of a sequence's row of block_tables
   Divisor num_thread_blocks;
   bool is_last;  // no kernel of the call follows: rows without work items are this one's, too
+  int32_t tokens_of_item;  // whose rows a work item can have. 0: it has those of one sequence
   CacheChunks keys;
   CacheChunks values;
 
@@ -68,8 +72,9 @@ struct Numbers {
         num_blocks(Smaller(p.num_blocks, int64_t{1} << 31)),
         table_bytes(static_cast<uint32_t>(p.max_blocks_per_seq * 4)),
         num_thread_blocks(1),
-        is_last(false) {
-    max_query_len = max_rows / heads_per_kv;
+        is_last(false),
+        tokens_of_item(max_rows / heads_per_kv) {
+    max_query_len = tokens_of_item;
     if (p.max_query_len != 0) max_query_len = Smaller(p.max_query_len, max_query_len);
     const KvCache& cache = p.cache;
     keys = {cache.keys, cache.head_stride / chunk,
@@ -90,7 +95,7 @@ struct Numbers {
 
   // Whether a sequence can have several splits. A window counts as its positions: see
   // Schedule.
-  bool HasSplits() const { return Smaller(capacity, window) > kMostUnsplit; }
+  XLA_GPU_HOST_DEVICE bool HasSplits() const { return Smaller(capacity, window) > kMostUnsplit; }
 
   // Whether the number of KV tiles of all sequences and kv heads has 31 bits, whatever the lengths,
   // and that of the slots of all query tokens.

@@ -26,15 +26,17 @@ class Producer {
         copies_keys_(copies_keys),
         cache_(copies_keys ? numbers.keys : numbers.values) {}
 
-  // Goes through the splits that `find_next` finds: find_next(&split, stage).
+  // Goes through the splits that `find_next` finds: find_next(&split, &context, stage), with the
+  // positions of the member that the lane has the number of.
   template <typename FindNext>
   __device__ void Run(const FindNext& find_next) {
     Split work, next;
+    int32_t context = 0;
     work.begin = work.end = 0;  // no tiles; nothing else of it is read
     for (ItemState stage;; stage = stage.Next()) {
-      find_next(&next, stage);
+      find_next(&next, &context, stage);
       CopyTiles(work, next);
-      if (!copies_keys_) PublishWork(next, stage);
+      if (!copies_keys_) PublishWork(next, context, stage);
       if (next.IsEnd()) break;
       work = next;
     }
@@ -44,7 +46,7 @@ class Producer {
 
  private:
   // What the consumers need of a split, and its query.
-  __device__ void PublishWork(const Split& split, ItemState stage) {
+  __device__ void PublishWork(const Split& split, int32_t context, ItemState stage) {
     shared_.work_barriers.WaitFreed(stage);
     Work& work = shared_.work[stage.index];
     const Item item = split.AsItem(numbers_.heads_per_kv);
@@ -61,7 +63,9 @@ class Producer {
         row.range = RowRange::OfToken(p_, item, row.token);
       }
       work.rows[lane_] = row;
+      work.contexts[lane_] = context;
     }
+    if (!split.IsEnd() && split.Members() > 1) GiveSlots(split, context, &work.rows[lane_]);
     __syncwarp();
     auto* query = shared_.query[stage.index];
 #pragma unroll 1
@@ -95,6 +99,19 @@ class Producer {
     gpu::ArriveAfterCopies(&shared_.work_barriers.filled[stage.index]);
     if (lane_ == 0) gpu::Arrive(&shared_.work_barriers.filled[stage.index]);
     published_ = &work;
+  }
+
+  // Gives the rows of a family their slots. A later member's tokens follow the first one's in the
+  // batch, and its slots those of the members before it.
+  __device__ void GiveSlots(const Split& split, int32_t context, QueryRow* row) const {
+    const int32_t token = numbers_.TokenOf(lane_);
+    int32_t slots = token;
+#pragma unroll 1
+    for (int member = 1; member < split.Members(); ++member) {
+      const int32_t units = split.CountUnits(0, gpu::Shuffle(context, member - 1));
+      if (token >= member * split.q_len) slots += (units - 1) * split.q_len;
+    }
+    if (lane_ < kItemRows) row->token = slots;
   }
 
   // The query head of a row.
@@ -154,12 +171,16 @@ class Producer {
       if (is_end) end = end_tile;
       LoadIds(is_end ? next.sequence : work.sequence, is_end ? next.end : work.end,
               is_end ? next_tile : end);
+      // What no other sequence reads leaves the L2 cache to what others do.
+      // A vote is in a uniform register, as the copies want their policy.
+      const bool is_kept = gpu::AnyInWarp(work.IsKept(tile * kTile));
+      const uint64_t policy = is_kept ? gpu::NoPolicy() : gpu::PolicyOfStreams();
       if constexpr (kStripsAreInBlocks) {
         CopyTilesOfStrips(work, ids[0],
-                          tile * kStrips - first_block * numbers_.strips_of_block.number, tile,
-                          end);
+                          tile * kStrips - first_block * numbers_.strips_of_block.number, tile, end,
+                          policy);
       } else {
-        CopyOtherTiles(work, ids, tile, end);
+        CopyOtherTiles(work, ids, tile, end, policy);
       }
       tile = end;
     } while (tile < end_tile);
@@ -204,7 +225,7 @@ class Producer {
   // out of range are filled with zeros. `id`: of the first strip's block and those after it, in the
   // lanes.
   __device__ void CopyTilesOfStrips(const Split& work, int32_t id, int32_t strip_in_block,
-                                    int32_t tile, int32_t end) {
+                                    int32_t tile, int32_t end, uint64_t policy) {
     const char* from = FirstChunk(work);
     const int first_row = lane_ / kChunks;
     const auto count = static_cast<uint32_t>(work.end - work.begin);
@@ -234,7 +255,7 @@ class Producer {
 #pragma unroll
         for (int row = strip * kStrip; row < (strip + 1) * kStrip; row += kRowsAtOnce) {
           gpu::CopyAsync16(to + CacheRows::Offset(row, 0), row_from,
-                           exists && after_begin + row < count);
+                           exists && after_begin + row < count, policy);
           row_from += step;
         }
         const int32_t begin = tile * kTile + strip * kStrip, end_of_strip = begin + kStrip;
@@ -255,8 +276,8 @@ class Producer {
   }
 
   // Copies tiles whose rows lie anywhere. A lane finds the slot of a position.
-  __device__ void CopyOtherTiles(const Split& work, int32_t (&ids)[kIds], int32_t tile,
-                                 int32_t end) {
+  __device__ void CopyOtherTiles(const Split& work, int32_t (&ids)[kIds], int32_t tile, int32_t end,
+                                 uint64_t policy) {
     static_assert(kTile == gpu::kWarpSize || 2 * kTile == gpu::kWarpSize, "or two tiles");
     static_assert(kSteps <= kChunks, "the lanes with a chunk have all its rows");
     const char* from = FirstChunk(work);
@@ -283,7 +304,7 @@ class Producer {
       for (int step = 0; step < kSteps; ++step) {
         const uint32_t chunks = gpu::Shuffle(chunks_of_lane, step, kChunks);
         gpu::CopyAsync16(to + CacheRows::Offset(step * kRowsAtOnce, 0),
-                         from + uint64_t{chunks} * 16, HasChunk() && chunks != kNoSlot);
+                         from + uint64_t{chunks} * 16, HasChunk() && chunks != kNoSlot, policy);
       }
       if (kIs8Bit<C> && copies_keys_) WriteScales(work, exists, block, offset, row_of_lane, stage);
       Arrive(stage, is_in && !exists);

@@ -1,6 +1,12 @@
 // Deals the leaves of all sequences to the thread blocks. Each takes neighbouring ones, with as
 // many positions as every other block but for one leaf. One warp deals for its block. It reads the
 // lengths of 32 sequences at once, one in each lane, and everybody else takes what it found.
+//
+// Sequences that are neighbours in the batch and have their first units in common are a family, as
+// long as one work item can have all of their rows. The common units are dealt once, as the first
+// sequence's, and the work item has the rows of all. What each row finds in a unit depends on that
+// row alone, and it is merged with what the row finds elsewhere in the same order. So nobody's bits
+// tell whether there was a family.
 #pragma once
 
 #include "../order.h"
@@ -25,7 +31,7 @@ __device__ __forceinline__ uint32_t UnitEnd(Unit unit, int32_t position) {
 }
 
 // A split of a sequence and kv head: neighbouring units that a thread block computes. It has all
-// query rows of the sequence.
+// query rows of the sequence, or of a family, whose first sequence it names.
 struct alignas(16) Split {
   int32_t sequence;
   int32_t kv_head;
@@ -42,11 +48,26 @@ struct alignas(16) Split {
 
   static constexpr uint32_t kUnit = 3;
   static constexpr uint32_t kIsCausal = 4;
+  static constexpr int kMembers = 3;     // where the members of a family begin, less 1: four bits
+  static constexpr int kKeptBegins = 7;  // and how many positions others read, too, in short leaves
 
   __device__ bool IsEnd() const { return q_len < 0; }
   __device__ bool IsWhole() const { return from == sequence_begin && to == context_len; }
   __device__ bool UnitsAreGroups() const {
     return (flags & kUnit) == static_cast<uint32_t>(Unit::kGroup);
+  }
+  // Sequences whose rows it has. If they are several, all rows attend to all of its positions.
+  __device__ int32_t Members() const { return (flags >> kMembers & (kItemRows - 1)) + 1; }
+  // Goes to the next one of them, with so many positions.
+  __device__ void GoToMember(int32_t length) {
+    slot += CountUnits(0, context_len) * q_len;
+    ++sequence;
+    first_token += q_len;
+    context_len = length;
+  }
+  // Whether other sequences may read a position, too.
+  __device__ bool IsKept(int32_t position) const {
+    return static_cast<uint32_t>(position) / kShortLeaf < flags >> kKeptBegins;
   }
   __device__ int32_t FirstPosition() const { return context_len - q_len; }
   __device__ bool IsIn(int32_t position) const { return begin <= position && position < end; }
@@ -77,7 +98,7 @@ struct alignas(16) Split {
     return {sequence,
             kv_head,
             0,
-            q_len * heads_per_kv,
+            q_len * heads_per_kv * Members(),
             first_token,
             FirstPosition(),
             context_len,
@@ -149,6 +170,7 @@ class Schedule {
     if (!loads) return;
     num_seqs_ = gpu::LoadOnce(p.num_seqs);
     lengths_ = Lengths(p, numbers, lane_);
+    family_ = FamilyOf(lane_);
   }
 
   // Finds the block's share. Called once, before Next.
@@ -194,18 +216,28 @@ class Schedule {
     work->first_token = first_token_;
     work->q_len = q_len_;
     work->context_len = context_len_;
-    work->sequence_begin = begin_;
+    work->sequence_begin = sequence_begin_;
     work->from = from_;
-    const int32_t tiles = TilesTo<kTile>(context_len_ - from_ + kTile - 1);
-    work->to = left_ < tiles ? NextUnit(from_ + static_cast<int32_t>(left_) * kTile) : context_len_;
+    const bool is_of_family = members_ > 1 && from_ < kept_;
+    const int32_t end = is_of_family ? kept_ : context_len_;
+    const int32_t tiles = TilesTo<kTile>(end - from_ + kTile - 1);
+    work->to = left_ < tiles ? NextUnit(from_ + static_cast<int32_t>(left_) * kTile) : end;
     work->begin = max(from_, attended_begin_);
     work->end = min(work->to, attended_end_);
     if (work->begin >= work->end) work->begin = work->end = 0;
     work->slot = slot_;
     work->flags = static_cast<uint32_t>(own_unit_);
     if (is_causal_ != 0) work->flags |= Split::kIsCausal;
-    Advance(work->to < context_len_ ? TilesTo<kTile>(work->to - from_) : tiles);
+    if (is_of_family) work->flags |= (members_ - 1) << Split::kMembers;
+    work->flags |= static_cast<uint32_t>(kept_) / kShortLeaf << Split::kKeptBegins;
+    Advance(work->to < end ? TilesTo<kTile>(work->to - from_) : tiles);
     GoTo(kv_head_, work->to);
+  }
+
+  // The positions of the member of the last split's family that a lane has the number of.
+  __device__ int32_t ContextOfMember() const {
+    if (!kIsPlain) return 0;
+    return gpu::Shuffle(lengths_.context_len, place_ + lane_);
   }
 
  private:
@@ -263,10 +295,38 @@ class Schedule {
     return count;
   }
 
+  // See Scratch::families.
+  __device__ int32_t FamilyOf(int32_t s) const {
+    if (!kIsPlain || !numbers_.HasSplits() || s >= numbers_.max_seqs) return kAllKept;
+    return gpu::LoadOnce(scratch_.families + s);
+  }
+
+  // The same, but a sequence that follows in a family leaves the common units to the first one. It
+  // does not follow if it has not all of them: its units may be others, or its length has changed.
+  __device__ Count CountOf(const Lengths& lengths, int32_t* begin, int32_t* family) const {
+    const Count count = CountOf(lengths, begin);
+    if (!kIsPlain || (*family & kFollows) == 0) return count;
+    uint32_t end = *family - kFollows;
+    if (unit_ != Unit::kLeaf) end = end / kGroup * kGroup;
+    const int32_t attended = lengths.context_len - lengths.QueryLen();
+    *family = end;
+    if (end == 0 || attended < static_cast<int32_t>(end) || *begin > 0 || count.slots == 0) {
+      return count;
+    }
+    *family += kFollows;
+    *begin = end;
+    return {TilesTo<kTile>(lengths.context_len - end + kTile - 1), count.slots};
+  }
+
   // Counts the sequences whose lengths the lanes have.
   __device__ void CountSection() {
     own_ = {0, 0};
-    if (section_ + lane_ < num_seqs_) own_ = CountOf(lengths_, &begin_of_lane_);
+    begin_of_lane_ = 0;
+    if (section_ + lane_ < num_seqs_) {
+      own_ = CountOf(lengths_, &begin_of_lane_, &family_);
+    } else {
+      family_ = 0;
+    }
     ends_ = own_;
     const int lane = gpu::Opaque(lane_);  // else comparisons with it are kept in all predicates
 #pragma unroll
@@ -279,6 +339,7 @@ class Schedule {
   __device__ void LoadSection(int32_t section) {
     section_ = section;
     lengths_ = Lengths(p_, numbers_, section + lane_);
+    family_ = FamilyOf(section + lane_);
     CountSection();
   }
 
@@ -292,8 +353,8 @@ class Schedule {
       for (int32_t s = gpu::kWarpSize + lane_; s < num_seqs_; s += gpu::kWarpSize) {
         const Lengths lengths(p_, numbers_, s);
         if (!lengths.HasRows(numbers_)) broken = min(broken, s);
-        int32_t begin;
-        const Count of_sequence = CountOf(lengths, &begin);
+        int32_t begin, family = FamilyOf(s);
+        const Count of_sequence = CountOf(lengths, &begin, &family);
         count = {count.tiles + of_sequence.tiles, count.slots + of_sequence.slots};
       }
 #pragma unroll 1
@@ -352,12 +413,29 @@ class Schedule {
     context_len_ = gpu::Shuffle(lengths_.context_len, place);
     is_causal_ = kIsPlain ? 1 : gpu::Shuffle(lengths_.is_causal, place);
     num_tiles_ = static_cast<int32_t>(gpu::Shuffle(own_.tiles, place));
-    begin_ = gpu::Shuffle(begin_of_lane_, place);
+    begin_ = sequence_begin_ = gpu::Shuffle(begin_of_lane_, place);
     const Place slots = gpu::Shuffle(own_.slots, place);
     const Place slots_end = slots_before_ + gpu::Shuffle(ends_.slots, place);
+    if constexpr (kIsPlain) {
+      const int32_t family = gpu::Shuffle(family_, place);
+      kept_ = family & ~kFollows;
+      members_ = 1;
+      const bool follows = (family_ & kFollows) != 0 && lengths_.QueryLen() == q_len_;
+      if (const uint32_t following = gpu::LanesWith(follows) >> place; following != 0) {
+        members_ = gpu::FirstOf(~(following >> 1)) + 1;
+        if ((following & 1) != 0) sequence_begin_ = 0;
+        const Place end_of_all = slots_before_ + gpu::Shuffle(ends_.slots, place + members_ - 1);
+        const int32_t tokens = members_ * q_len_;
+        const bool fits = tokens <= numbers_.tokens_of_item && kept_ <= context_len_ &&
+                          tokens <= numbers_.num_tokens - first_token_ &&
+                          end_of_all <= scratch_.num_partials;
+        // The lengths have changed since they were counted, or since families were found.
+        if ((following & 3) != 0 && !fits) left_ = 0;
+      }
+    }
     // There are too few slots if the lengths have changed since they were counted.
     own_unit_ = slots == 0 || slots_end > scratch_.num_partials ? Unit::kSequence : unit_;
-    slot_ = static_cast<int32_t>(slots_end - slots) - UnitOf(own_unit_, begin_) * q_len_;
+    slot_ = static_cast<int32_t>(slots_end - slots) - UnitOf(own_unit_, sequence_begin_) * q_len_;
     if constexpr (kIsPlain) {
       attended_begin_ = numbers_.WindowBegin(context_len_ - q_len_);
       attended_end_ = context_len_;
@@ -378,8 +456,9 @@ class Schedule {
   int32_t num_seqs_;
   int32_t section_ = 0;     // the first sequence whose lengths the lanes have
   Lengths lengths_;         // of the lane's sequence
+  int32_t family_;          // of that, see Scratch
   Count own_;               // of that, for each of its kv heads
-  int32_t begin_of_lane_;   // its first position that counts
+  int32_t begin_of_lane_;   // the first position that is dealt as its own
   Count ends_;              // the counts of the section up to this lane
   Place slots_before_ = 0;  // of the sections before
   Place at_;                // the block's place, in tiles of all kv heads from the section on
@@ -395,8 +474,11 @@ class Schedule {
   int32_t context_len_;
   int32_t is_causal_;
   int32_t num_tiles_;
-  int32_t begin_;
-  int32_t slot_;  // see Split
+  int32_t begin_;            // the first position that is dealt as the sequence's
+  int32_t sequence_begin_;   // and that counts
+  int32_t members_ = 1;      // of the family from the sequence on
+  int32_t kept_ = kAllKept;  // where the common units end
+  int32_t slot_;             // see Split
   Unit own_unit_;
   int32_t attended_begin_;
   int32_t attended_end_;

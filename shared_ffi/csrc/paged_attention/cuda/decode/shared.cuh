@@ -61,7 +61,8 @@ struct KvPairRows {
 // A row of a work item.
 struct alignas(16) QueryRow {
   RowRange range;
-  int32_t token;  // of the sequence
+  int32_t token;  // of the sequence. Behind a family's first member: where its slots are, from
+                  // those of the first one on
   int32_t head;
 };
 
@@ -75,6 +76,7 @@ struct Work {
   int32_t is_bad;
   float v_scale;  // of an 8-bit cache, if all positions have one
   QueryRow rows[kItemRows];
+  int32_t contexts[kItemRows];  // of the members, if the split is a family's
 };
 
 // The shared memory of a thread block. kKib: of a multiprocessor.
@@ -120,6 +122,7 @@ struct Shared {
   PipelineBarriers<kItems> splits_barriers;  // from the warp of K to that of V
   PipelineBarriers<kItems> work_barriers;    // from that to the consumers
   Split splits[kItems];
+  int32_t contexts[kItems][kItemRows];  // see Work
   Work work[kItems];
   int32_t is_last;  // whether the thread block merges the splits of a sequence and kv head
 
@@ -149,16 +152,20 @@ struct Shared {
   }
 
   // From the warp of K to that of V.
-  __device__ void HandOver(const Split& split, ItemState stage) {
+  // context: of the member that the lane has the number of.
+  __device__ void HandOver(const Split& split, int32_t context, ItemState stage) {
+    const int lane = threadIdx.x % gpu::kWarpSize;
     splits_barriers.WaitFreed(stage);
+    if (lane < kItemRows) contexts[stage.index][lane] = context;
     __syncwarp();  // a lane that came later could wait for the phase after that
-    if (threadIdx.x % gpu::kWarpSize > 0) return;
+    if (lane > 0) return;
     splits[stage.index] = split;
     gpu::Arrive(&splits_barriers.filled[stage.index]);
   }
-  __device__ void Receive(Split* split, ItemState stage) {
+  __device__ void Receive(Split* split, int32_t* context, ItemState stage) {
     splits_barriers.WaitFilled(stage);
     *split = splits[stage.index];
+    *context = contexts[stage.index][threadIdx.x % kItemRows];
     splits_barriers.Free(stage);
   }
 };
