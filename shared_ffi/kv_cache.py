@@ -182,7 +182,9 @@ def check_on_cuda(call: Call) -> None:
     for argument, spec in zip(call.names, call.operands, strict=True):
         if argument in ("kv_cache", "value_cache") and spec.dtype in FLOAT4_DTYPES:
             remedy = f"Hold pairs of its numbers in uint8, and give codes={CODES!r}"
-            raise value_error(call.op, argument, "have no dtype of 4 bits on CUDA", spec.dtype, remedy)
+            raise value_error(
+                call.op, argument, "have no dtype of 4 bits on CUDA", spec.dtype, remedy
+            )
 
 
 def _add_global_scale(

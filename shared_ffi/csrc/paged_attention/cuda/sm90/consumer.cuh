@@ -666,10 +666,11 @@ class Consumer {
   __device__ __forceinline__ void AddTotals(RowState (&states)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) states[r] = softmax_.LeafState(r);
+    constexpr int kAtOnce = kIs8Bit<C> ? 4 : 8;
     const bool are_first[2] = {IsFirstLeaf(LastTile()), IsFirstGroup(LastTile())};
 #pragma unroll 1
     for (int which = 0; which < 2; ++which) {
-      if (!(which == 0 ? are_first[0] : are_first[1])) AddTotal<8>(which, states);
+      if (!(which == 0 ? are_first[0] : are_first[1])) AddTotal<kAtOnce>(which, states);
     }
   }
 
