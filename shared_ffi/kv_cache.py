@@ -16,6 +16,7 @@ from shared_ffi.spec import (
     NO_OVERLAP,
     STORAGE_DTYPES,
     ArraySpec,
+    Call,
     Operands,
     check_array,
     dtype_error,
