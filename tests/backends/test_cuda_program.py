@@ -191,8 +191,9 @@ def test_openxla_does_not_copy_cuda_caches(h200: Any) -> None:
 def test_scratch_is_an_unused_result(h200: Any) -> None:
     (call,) = hlo.custom_calls(jax_hlo(h200, attend, *operands()), ATTENTION)
     # 16 tokens with a flag each, for each token and each of two leaves a partial of 8 heads with a
-    # flag, a counter, and the arrivals at 16 sequences of 2 kv heads and at two groups of each.
-    flags_bytes = -(-4 * (16 + 32 + 1 + 16 * 2 * 3) // 16) * 16
+    # flag, a counter, the arrivals at 16 sequences of 2 kv heads and at two groups of each, and what
+    # each sequence has in common with its neighbours.
+    flags_bytes = -(-4 * (16 + 32 + 1 + 16 * 2 * 3 + 16) // 16) * 16
     num_bytes = flags_bytes + 4 * 32 * 8 * (128 + 2)
     assert call.startswith(
         f"(bf16[16,8,128]{{2,1,0}}, u8[{num_bytes}]{{0}}) custom-call(6 operands)"

@@ -455,25 +455,17 @@ __global__ void __launch_bounds__(kThreads, 2)
   gpu::LetNextKernelBegin();
   Schedule schedule(p, lengths, kMaxRowsPerItem, layout.schedule);
   while (const Item* item = schedule.FindDealt()) {
-    const auto compute = [&](int first_column) {
+    const int columns = Layout::kIsWide ? static_cast<int>(p.value_head_size) : 1;
+#pragma unroll 1
+    for (int column = 0; column < columns; column += kMaxColumns) {
+      if (column > 0) __syncthreads();  // everyone has left the sums
       if constexpr (kHasFewRows && kWarpRows > kFewWarpRows) {
         if (item->num_rows <= kFewWarpRows * kRowsPerWarpTile) {
-          TensorCoreItem<T, C, kHeadSize, kFewWarpRows>(p, *item, layout, first_column)
-              .Compute(scratch);
-          return;
+          TensorCoreItem<T, C, kHeadSize, kFewWarpRows>(p, *item, layout, column).Compute(scratch);
+          continue;
         }
       }
-      TensorCoreItem<T, C, kHeadSize, kWarpRows>(p, *item, layout, first_column).Compute(scratch);
-    };
-    if constexpr (Layout::kIsWide) {
-      const auto columns = static_cast<int>(p.value_head_size);
-#pragma unroll 1
-      for (int column = 0; column < columns; column += kMaxColumns) {
-        if (column > 0) __syncthreads();  // everyone has left the sums
-        compute(column);
-      }
-    } else {
-      compute(0);
+      TensorCoreItem<T, C, kHeadSize, kWarpRows>(p, *item, layout, column).Compute(scratch);
     }
   }
 }
