@@ -31,8 +31,6 @@ from shared_ffi.spec import (
 CODES = "e2m1"
 """What `codes` says that an array of uint8 holds in the place of int4."""
 
-GLOBAL_SCALES = ("k_global", "v_global")
-
 
 def check_latent(
     op: str,

@@ -39,24 +39,14 @@ def batch(
 ) -> BatchedCall | None:
     """The calls' sequences become one ragged batch; if each call has a cache, their blocks become
     one pool."""
-    query, context_lens = operands["query"], operands["context_lens"]
-    num_tokens, max_seqs = query.shape[0], context_lens.shape[0]
     layout = options.get("kv_layout") or _kv_layout.default_layout(
         is_separate="value_cache" in operands, is_latent=options.get("value_head_size") is not None
     )
     pool = _pool(size, operands, layout)
-    if (
-        pool is None
-        or exceeds(size * num_tokens, MAX_INT32)
-        or exceeds(size * (max_seqs + 1), MAX_INT32)
-    ):
+    ragged = ragged_batch(size, operands)
+    if pool is None or ragged is None:
         return None
-    ragged = ragged_batch(
-        num_tokens,
-        operands["query_start_loc"].broadcast(size),
-        operands["num_seqs"].broadcast(size).reshape(size),
-    )
-    lengths = jnp.where(ragged.is_used, context_lens.broadcast(size), 0)
+    lengths = jnp.where(ragged.is_used, operands["context_lens"].broadcast(size), 0)
     of_stray = jnp.where(ragged.is_faulty, -1, 0)  # which the handler refuses
     # An empty table for stray tokens.
     block_tables = jnp.pad(flatten(pool.block_tables), ((0, size), (0, 0)))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jax_frontend._vmap.operands import Operand, take
+from jax_frontend._vmap.operands import MAX_INT32, Operand, exceeds, take
 
 
 class RaggedBatch(NamedTuple):
@@ -36,7 +37,7 @@ class RaggedBatch(NamedTuple):
         return take(operand.array, places)
 
 
-def ragged_batch(num_tokens: int, query_start_loc: jax.Array, num_seqs: jax.Array) -> RaggedBatch:
+def ragged_batch(size: int, operands: Mapping[str, Operand]) -> RaggedBatch | None:
     """Packs the sequences of all calls one after the other. A ragged batch has no place for padding
     between sequences, so the padding of all calls comes after the last sequence.
 
@@ -44,11 +45,17 @@ def ragged_batch(num_tokens: int, query_start_loc: jax.Array, num_seqs: jax.Arra
     after the sequences of all calls, so that an error there does not reach the tokens of others.
 
     Args:
-        num_tokens: of each call.
-        query_start_loc: ``[size, max_seqs + 1]``, a row for each call.
-        num_seqs: ``[size]``.
+        size: how many calls there are.
+        operands: theirs.
+
+    Returns:
+        None if int32 does not hold the batch's numbers.
     """
-    size, max_seqs = query_start_loc.shape[0], query_start_loc.shape[1] - 1
+    num_tokens, max_seqs = operands["query"].shape[0], operands["query_start_loc"].shape[0] - 1
+    if exceeds(size * num_tokens, MAX_INT32) or exceeds(size * (max_seqs + 1), MAX_INT32):
+        return None
+    query_start_loc = operands["query_start_loc"].broadcast(size)
+    num_seqs = operands["num_seqs"].broadcast(size).reshape(size)
     num_used, starts, ends = jax.vmap(partial(_sequences, num_tokens))(query_start_loc, num_seqs)
     is_faulty = num_used != num_seqs
     ends_in_batch = jnp.cumsum(ends - starts[:, 0], dtype=jnp.int32)

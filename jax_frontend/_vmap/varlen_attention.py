@@ -9,10 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_frontend._vmap.operands import (
-    MAX_INT32,
     BatchedCall,
     Operand,
-    exceeds,
     flatten,
     numbers_in_pool,
     take,
@@ -28,19 +26,12 @@ def batch(
 ) -> BatchedCall | None:
     """The calls' sequences become those of one call. Calls that differ in the numbers of heads have
     no call like that, nor have those that sum up gradients of these numbers, each its own."""
-    num_tokens, max_seqs = operands["query"].shape[0], operands["query_start_loc"].shape[0] - 1
+    max_seqs = operands["query_start_loc"].shape[0] - 1
     of_heads = {name: operands[name] for name in _OF_HEADS if name in operands}
-    if (
-        any(x.is_mapped or "dout" in operands for x in of_heads.values())
-        or exceeds(size * num_tokens, MAX_INT32)
-        or exceeds(size * (max_seqs + 1), MAX_INT32)
-    ):
+    differ = any(x.is_mapped or "dout" in operands for x in of_heads.values())
+    ragged = None if differ else ragged_batch(size, operands)
+    if ragged is None:
         return None
-    ragged = ragged_batch(
-        num_tokens,
-        operands["query_start_loc"].broadcast(size),
-        operands["num_seqs"].broadcast(size).reshape(size),
-    )
     # Stray tokens are behind starts that decrease, as in a call alone.
     starts, stray_ends = jnp.split(ragged.query_start_loc, [size * max_seqs + 1])
     stray_ends = jnp.where(ragged.is_faulty, -1, starts[-1])

@@ -510,7 +510,7 @@ def test_packed_sequences_with_mapped_sinks_are_looped_over() -> None:
 
 
 def test_a_batch_of_derivatives() -> None:
-    """Of one call, as jax.jacrev asks for it."""
+    """jax.jacrev asks for those of one call."""
     inputs = VarlenCase("jacobian", (5, 3)).inputs()
     attend = partial(jax_frontend.varlen_attention, scale=0.25)
 

@@ -214,14 +214,12 @@ __device__ __forceinline__ void CopyAsync16(void* to, const void* from, bool val
                : "memory");
 }
 
-// The same with a policy of the L2 cache for what is read.
-__device__ __forceinline__ void CopyAsync16(void* to, const void* from, bool valid,
-                                            uint64_t policy) {
+// The same for 4 bytes.
+__device__ __forceinline__ void CopyAsync4(void* to, const void* from, bool valid) {
   const auto shared = static_cast<uint32_t>(__cvta_generic_to_shared(to));
-  asm volatile(
-      "cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(shared),
-      "l"(from), "r"(valid && kCopies ? 16 : 0), "l"(policy)
-      : "memory");
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(from),
+               "r"(valid ? 4 : 0)
+               : "memory");
 }
 
 // What is read once goes from the L2 cache before all else; what has no policy stays as usual.
@@ -236,12 +234,14 @@ __device__ __forceinline__ uint64_t NoPolicy() {
   return policy;
 }
 
-// The same for 4 bytes.
-__device__ __forceinline__ void CopyAsync4(void* to, const void* from, bool valid) {
+// CopyAsync16 with a policy of the L2 cache for what is read.
+__device__ __forceinline__ void CopyAsync16(void* to, const void* from, bool valid,
+                                            uint64_t policy) {
   const auto shared = static_cast<uint32_t>(__cvta_generic_to_shared(to));
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(from),
-               "r"(valid ? 4 : 0)
-               : "memory");
+  asm volatile(
+      "cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(shared),
+      "l"(from), "r"(valid && kCopies ? 16 : 0), "l"(policy)
+      : "memory");
 }
 
 // Puts this thread's copies since the last call into one group.

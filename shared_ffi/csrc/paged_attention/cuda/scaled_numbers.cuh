@@ -21,7 +21,7 @@ inline constexpr uint64_t kLowTable = HalfOfTable<Codes>(0);
 template <typename Codes>
 inline constexpr uint64_t kHighTable = HalfOfTable<Codes>(1);
 
-// Of K, or of V.
+// The numbers of K, or of V.
 class ScaledNumbers {
  public:
   __device__ __forceinline__ ScaledNumbers(DType dtype, const GroupScales& scales)
