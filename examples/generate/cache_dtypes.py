@@ -22,23 +22,34 @@ from xla_paged_attention.engine.checkpoint import Checkpoint, load
 from xla_paged_attention.engine.llama_torch import Llama, Rope, rotated
 
 INT4 = torch.uint8  # two numbers in an element
-NVFP4 = "nvfp4"  # two numbers of e2m1 in an element of uint8, and scales of groups
-GROUP = 16  # numbers of NVFP4
 SCALED = (torch.float8_e4m3fn, torch.int8, INT4)
+
+
+class Grouped(NamedTuple):
+    """Numbers of 4 bits with a scale for each group of them."""
+
+    codes: str | None
+    size: int
+    """The numbers of a group. A smaller head is one group."""
+    scales: torch.dtype
+
+
+NVFP4 = Grouped("e2m1", 16, torch.float8_e4m3fn)
+INT4_GROUPS = Grouped(None, 32, torch.float16)
 
 
 class Kind(NamedTuple):
     """What a cache holds."""
 
-    keys: torch.dtype | str
-    values: torch.dtype | str
+    keys: torch.dtype | Grouped
+    values: torch.dtype | Grouped
     hadamard: str | None = None
     """As in ``kv_cache_update``."""
 
     def bytes_of_head(self, head_size: int) -> int:
         """The bytes of K and V of a head of a token, with their scales."""
         cache = Cache.empty(1, 1, head_size, self)
-        are_scaled = [x in (*SCALED, NVFP4) for x in (self.keys, self.values)]
+        are_scaled = [isinstance(x, Grouped) or x in SCALED for x in (self.keys, self.values)]
         scales = [x for x, is_scaled in zip(cache.scales, are_scaled, strict=True) if is_scaled]
         return sum(x.nbytes for x in (*cache.arrays, *scales))
 
@@ -51,11 +62,14 @@ CACHES = {
     "int8, Hadamard": Kind(torch.int8, torch.int8, "kv"),
     "int8 K, int4 V": Kind(torch.int8, INT4),
     "int8 K, int4 V, Hadamard": Kind(torch.int8, INT4, "kv"),
+    "int8 K, int4 groups V, Hadamard": Kind(torch.int8, INT4_GROUPS, "kv"),
     "int8 K, NVFP4 V": Kind(torch.int8, NVFP4),
     "int4 K, int8 V": Kind(INT4, torch.int8),
     "int4": Kind(INT4, INT4),
     "int4, Hadamard": Kind(INT4, INT4, "kv"),
+    "int4 groups, Hadamard": Kind(INT4_GROUPS, INT4_GROUPS, "kv"),
     "NVFP4": Kind(NVFP4, NVFP4),
+    "NVFP4, Hadamard": Kind(NVFP4, NVFP4, "kv"),
 }
 
 
@@ -64,24 +78,25 @@ class Cache(NamedTuple):
 
     arrays: tuple[Tensor, Tensor]
     scales: tuple[Tensor, Tensor]
+    codes: str | None
     hadamard: str | None
 
     @classmethod
     def empty(cls, num_tokens: int, num_heads: int, head_size: int, kind: Kind) -> Cache:
         """A cache with scales of 1."""
         shape = (num_tokens, 1, num_heads)
-        arrays, scales = [], []
-        for dtype in (kind.keys, kind.values):
-            size = head_size // (2 if dtype in (INT4, NVFP4) else 1)
-            stored = torch.uint8 if isinstance(dtype, str) else dtype
-            arrays.append(torch.zeros(*shape, size, dtype=stored))
-            ones = torch.ones(*shape, head_size // GROUP).to(torch.float8_e4m3fn)
-            scales.append(ones if dtype == NVFP4 else torch.ones(shape))
-        return cls((arrays[0], arrays[1]), (scales[0], scales[1]), kind.hadamard)
-
-    def codes(self) -> dict[str, Any]:
-        """What the calls must be told about numbers of 4 bits."""
-        return {"codes": "e2m1"} if any(x.ndim == 4 for x in self.scales) else {}
+        arrays, scales, codes = [], [], None
+        for held in (kind.keys, kind.values):
+            if isinstance(held, Grouped):
+                dtype, codes = INT4, held.codes
+                scales.append(torch.ones(*shape, max(1, head_size // held.size)).to(held.scales))
+            else:
+                dtype = held
+                scales.append(torch.ones(shape))
+            arrays.append(
+                torch.zeros(*shape, head_size // (2 if dtype == INT4 else 1), dtype=dtype)
+            )
+        return cls((arrays[0], arrays[1]), (scales[0], scales[1]), codes, kind.hadamard)
 
 
 def attend(
@@ -93,9 +108,9 @@ def attend(
     made: dict[str, Any] = {}
     options: dict[str, Any] = {}
     if keys.dtype in SCALED:
-        made = {"k_scale_cache": cache.scales[0], "v_scale_cache": cache.scales[1]}
-        options = {"k_scale": cache.scales[0], "v_scale": cache.scales[1], **cache.codes()}
-        made |= cache.codes()
+        codes = {"codes": cache.codes}
+        made = {"k_scale_cache": cache.scales[0], "v_scale_cache": cache.scales[1], **codes}
+        options = {"k_scale": cache.scales[0], "v_scale": cache.scales[1], **codes}
     dtype = torch.float32 if options else keys.dtype
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if cache.hadamard is not None:
