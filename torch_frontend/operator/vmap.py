@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch._functorch.autograd_function import custom_function_call_vmap_helper
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+from torch.utils._pytree import tree_map
 
 from torch_frontend.operator.arguments import TensorArguments
 
@@ -43,10 +44,7 @@ def batch_gradients(overload: torch._ops.OpOverload, bound: TensorArguments) -> 
     ]
     size = tensors[dims.index(0)].shape[0]
     results, result_dims = _as_one(partial(_call, overload, bound), size, dims, tensors)
-    if isinstance(results, torch.Tensor):
-        return torch._add_batch_dim(results, result_dims, level)
-    pairs = zip(results, result_dims, strict=True)
-    return (*[torch._add_batch_dim(x, dim, level) for x, dim in pairs],)
+    return tree_map(lambda x, dim: torch._add_batch_dim(x, dim, level), results, result_dims)
 
 
 def _call(overload: torch._ops.OpOverload, bound: TensorArguments, *tensors: torch.Tensor) -> Any:
@@ -67,18 +65,16 @@ def _as_one(
             for x, dim in zip(tensors, dims, strict=True)
         ]
         results = call(*one)
-        return _each(lambda x: x[None][:0], results), _each(lambda _: 0, results)
+        return tree_map(lambda x: x[None][:0], results), tree_map(lambda _: 0, results)
     mapped = [*zip(tensors, dims, strict=True)]
     if all(dim is None or x.is_floating_point() for x, dim in mapped):
         results = call(*[_with_all_heads(x, dim, size) for x, dim in mapped])
-        return _each(lambda x: x.unflatten(_heads(x), (size, -1)), results), _each(_heads, results)
+        of_calls = tree_map(lambda x: x.unflatten(_heads(x), (size, -1)), results)
+        return of_calls, tree_map(_heads, results)
     calls = [
         call(*[x if dim is None else x.select(dim, i) for x, dim in mapped]) for i in range(size)
     ]
-    if isinstance(calls[0], torch.Tensor):
-        return torch.stack(calls), 0
-    results = (*map(torch.stack, zip(*calls, strict=True)),)
-    return results, (0,) * len(results)
+    return tree_map(lambda *x: torch.stack(x), *calls), tree_map(lambda _: 0, calls[0])
 
 
 def _heads(x: torch.Tensor) -> int:
@@ -93,8 +89,3 @@ def _with_all_heads(x: torch.Tensor, dim: int | None, size: int) -> torch.Tensor
     of_each = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
     heads = _heads(of_each[0])
     return of_each.movedim(0, heads).flatten(heads, heads + 1)
-
-
-def _each(function: Callable[[torch.Tensor], Any], results: Any) -> Any:
-    is_one = isinstance(results, torch.Tensor)
-    return function(results) if is_one else (*map(function, results),)
