@@ -9,17 +9,17 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from torch import Tensor
 
 import torch_frontend
 from examples.generate.run import PROMPTS
-from shared_ffi.batch import Batch
-from xla_paged_attention.engine.checkpoint import Checkpoint, load
-from xla_paged_attention.engine.llama_torch import Llama, Rope, rotated
+from xla_paged_attention.engine.checkpoint import encode, pretrained
 
 INT4 = torch.uint8  # two numbers in an element
 SCALED = (torch.float8_e4m3fn, torch.int8, INT4)
@@ -79,7 +79,6 @@ class Cache(NamedTuple):
     arrays: tuple[Tensor, Tensor]
     scales: tuple[Tensor, Tensor]
     codes: str | None
-    hadamard: str | None
 
     @classmethod
     def empty(cls, num_tokens: int, num_heads: int, head_size: int, kind: Kind) -> Cache:
@@ -96,14 +95,34 @@ class Cache(NamedTuple):
             arrays.append(
                 torch.zeros(*shape, head_size // (2 if dtype == INT4 else 1), dtype=dtype)
             )
-        return cls((arrays[0], arrays[1]), (scales[0], scales[1]), codes, kind.hadamard)
+        return cls((arrays[0], arrays[1]), (scales[0], scales[1]), codes)
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, rope: Rope, cache: Cache, batch: Batch
-) -> Tensor:
-    """As ``llama_torch.Attention.attend``, with the scale of each head of each token."""
-    query, key = rotated(query, key, rope)
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    *,
+    kind: Kind,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """An attention function of transformers, for one text and a cache of the kind.
+
+    Args:
+        module: an attention layer without sinks.
+        query: ``[1, num_heads, num_tokens, head_size]``.
+        key, value: ``[1, num_kv_heads, num_tokens, head_size]``.
+        attention_mask: none is made for an attention function that transformers does not know.
+    """
+    assert attention_mask is None and getattr(module, "sinks", None) is None
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    num_tokens, num_kv_heads, head_size = key.shape
+    cache = Cache.empty(num_tokens, num_kv_heads, head_size, kind)
     keys, values = cache.arrays
     made: dict[str, Any] = {}
     options: dict[str, Any] = {}
@@ -112,68 +131,62 @@ def attend(
         made = {"k_scale_cache": cache.scales[0], "v_scale_cache": cache.scales[1], **codes}
         options = {"k_scale": cache.scales[0], "v_scale": cache.scales[1], **codes}
     dtype = torch.float32 if options else keys.dtype
-    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    if cache.hadamard is not None:
-        made |= {"hadamard": cache.hadamard, "query": query}
-    rows = key, value, batch.slot_mapping
-    torch_frontend.kv_cache_update(keys, *rows, value_cache=values, **made)
-    scale = query.shape[-1] ** -0.5
+    query, key, value = (x.to(dtype) for x in (query, key, value))
+    if kind.hadamard is not None:
+        query = query.contiguous()  # the update writes to it
+        made |= {"hadamard": kind.hadamard, "query": query}
+    slots = torch.arange(num_tokens, dtype=torch.int32)
+    torch_frontend.kv_cache_update(keys, key, value, slots, value_cache=values, **made)
+    count, starts = torch.tensor([num_tokens]), torch.tensor([0, num_tokens])
     attended = torch_frontend.paged_attention(
-        query, keys, *batch[3:], scale, value_cache=values, **options
+        query,
+        keys,
+        count.int(),
+        slots[None],
+        starts.int(),
+        torch.ones(1, dtype=torch.int32),
+        scaling,
+        sliding_window,
+        softcap,
+        value_cache=values,
+        **options,
     )
-    return (attended if cache.hadamard is None else torch_frontend.hadamard(attended)).float()
-
-
-def model_of(checkpoint: Checkpoint) -> Llama:
-    """The model with `attend` in each layer."""
-    model = Llama(checkpoint.config, checkpoint.weights)
-    layer: Any
-    for layer in model.layers:
-        layer.self_attn.attend = attend
-    return model
+    if kind.hadamard is not None:
+        attended = torch_frontend.hadamard(attended)
+    return attended[None].float(), None
 
 
 @torch.inference_mode()
-def logprobs(model: Llama, tokens: Sequence[int], kind: Kind) -> Tensor:
-    """The log-probabilities of each next token, ``[num_tokens - 1, vocab_size]``: one decoding
-    step for all tokens, each a sequence of its own in the blocks of the whole text."""
-    num_tokens = len(tokens) - 1
-    numbers = torch.arange(num_tokens, dtype=torch.int32)
-    batch = Batch(
-        tokens=torch.tensor(tokens[:-1]),
-        positions=numbers,
-        slot_mapping=numbers,
-        context_lens=numbers + 1,
-        block_tables=numbers.repeat(num_tokens, 1),
-        query_start_loc=torch.arange(num_tokens + 1, dtype=torch.int32),
-        num_seqs=torch.tensor([num_tokens], dtype=torch.int32),
-    )
-    config = model.config
-    caches = [
-        Cache.empty(num_tokens, config.num_kv_heads, config.head_size, kind)
-        for _ in config.sliding_windows
-    ]
-    return model(caches, batch).log_softmax(-1)
+def logprobs(model: Any, tokens: Sequence[int], kind: Kind) -> Tensor:
+    """The log-probabilities of each next token, ``[num_tokens - 1, vocab_size]``.
+
+    Args:
+        model: transformers' model of any family, in float32.
+    """
+    transformers.AttentionInterface.register("cache_dtypes", partial(attend, kind=kind))
+    model.set_attn_implementation("cache_dtypes")
+    return model(torch.tensor([tokens[:-1]]), use_cache=False).logits[0].log_softmax(-1)
 
 
 @torch.inference_mode()
-def answers(checkpoint: Checkpoint, max_new_tokens: int) -> list[tuple[list[int], int]]:
+def answers(model: Any, tokenizer: Any, max_new_tokens: int) -> list[tuple[list[int], int]]:
     """The tokens of each question with its greedy answer, and how many are the question's."""
     found = []
     for prompt in PROMPTS:
-        tokens = checkpoint.encode(prompt)
-        text = checkpoint.model.generate(
+        tokens = encode(tokenizer, prompt)
+        text = model.generate(
             torch.tensor([tokens]), max_new_tokens=max_new_tokens, do_sample=False
         )
         found.append((text[0].tolist(), len(tokens)))
     return found
 
 
-def rows(checkpoint: Checkpoint, max_new_tokens: int) -> list[dict[str, Any]]:
+def rows(model: Any, tokenizer: Any, max_new_tokens: int) -> list[dict[str, Any]]:
     """What the tokens of the answers are predicted with by each kind of cache."""
-    texts = answers(checkpoint, max_new_tokens)
+    texts = answers(model, tokenizer, max_new_tokens)
+    head_size = getattr(model.config, "head_dim", None)
+    head_size = head_size or model.config.hidden_size // model.config.num_attention_heads
     chosen = [torch.tensor(tokens[start:])[:, None] for tokens, start in texts]
-    model = model_of(checkpoint)
     found: list[dict[str, Any]] = []
     exact: list[Tensor] = []
     for name, kind in CACHES.items():
@@ -190,7 +203,7 @@ def rows(checkpoint: Checkpoint, max_new_tokens: int) -> list[dict[str, Any]]:
         found.append(
             {
                 "cache": name,
-                "bytes": kind.bytes_of_head(checkpoint.config.head_size),
+                "bytes": kind.bytes_of_head(head_size),
                 "tokens": count,
                 "log_probability": of_tokens.mean().item(),
                 "difference": difference.mean().item(),
@@ -221,11 +234,14 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m examples.generate.cache_dtypes")
-    parser.add_argument("--model", type=Path, metavar="FOLDER", help="as in examples.generate")
+    parser.add_argument(
+        "--model", type=Path, metavar="FOLDER", help="of any model of transformers; else SmolLM2"
+    )
     parser.add_argument("--max-new-tokens", type=int, default=128, help="tokens per answer at most")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers to it")
     options = parser.parse_args()
-    found = rows(load(options.model, "float32"), options.max_new_tokens)
+    model, tokenizer, _ = pretrained(options.model, "float32")
+    found = rows(model, tokenizer, options.max_new_tokens)
     print(table(found))
     if options.json is not None:
         lines = ",\n  ".join(map(json.dumps, found))

@@ -236,12 +236,11 @@ def test_batching_changes_no_token(
 
 
 def test_what_fewer_bits_in_a_cache_cost(model: Checkpoint) -> None:
-    llama = cache_dtypes.model_of(model)
     prompt, answer = prompts((30, 20))
     expected = torch.tensor(model.scores(prompt, answer).logprobs)
     errors = {}
     for name, kind in cache_dtypes.CACHES.items():
-        found = cache_dtypes.logprobs(llama, [*prompt, *answer], kind)[29:]
+        found = cache_dtypes.logprobs(model.model, [*prompt, *answer], kind)[29:]
         difference = found.gather(1, torch.tensor(answer)[:, None])[:, 0] - expected
         errors[name] = difference.abs().mean().item()
     assert errors["float32"] < 1e-3 < errors["int8"]

