@@ -46,12 +46,12 @@ class Kind(NamedTuple):
     hadamard: str | None = None
     """As in ``kv_cache_update``."""
 
-    def bytes_of_head(self, head_size: int) -> int:
-        """The bytes of K and V of a head of a token, with their scales."""
+    def bits(self, head_size: int) -> float:
+        """The bits of a number of K and V, with its share of a scale."""
         cache = Cache.empty(1, 1, head_size, self)
         are_scaled = [isinstance(x, Grouped) or x in SCALED for x in (self.keys, self.values)]
         scales = [x for x, is_scaled in zip(cache.scales, are_scaled, strict=True) if is_scaled]
-        return sum(x.nbytes for x in (*cache.arrays, *scales))
+        return 4 * sum(x.nbytes for x in (*cache.arrays, *scales)) / head_size
 
 
 CACHES = {
@@ -203,7 +203,7 @@ def rows(model: Any, tokenizer: Any, max_new_tokens: int) -> list[dict[str, Any]
         found.append(
             {
                 "cache": name,
-                "bytes": kind.bytes_of_head(head_size),
+                "bits": kind.bits(head_size),
                 "tokens": count,
                 "log_probability": of_tokens.mean().item(),
                 "difference": difference.mean().item(),
@@ -216,18 +216,22 @@ def rows(model: Any, tokenizer: Any, max_new_tokens: int) -> list[dict[str, Any]
     return found
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows in Markdown. Behind ± are standard errors, as of independent tokens."""
+def table(models: dict[str, list[dict[str, Any]]]) -> str:
+    """The rows of each model in Markdown. Behind ± are standard errors, as of independent
+    tokens."""
+    each = "bits of a number | mean difference | same best token"
     lines = [
-        "| cache | bytes of a head's K and V | mean log-probability | mean difference "
-        "| largest difference | same best token |",
-        "|---|---|---|---|---|---|",
+        " | ".join(["| cache", *[f"{name}: {each}" for name in models]]) + " |",
+        "|---" * (1 + 3 * len(models)) + "|",
     ]
-    lines += [
-        "| {cache} | {bytes} | {log_probability:.4f} | {difference:.4f} ± {difference_error:.4f} "
-        "| {largest_difference:.3f} | {same:.1%} ± {same_error:.1%} |".format(**row)
-        for row in rows
-    ]
+    for of_kind in zip(*models.values(), strict=True):
+        line = f"| {of_kind[0]['cache']} |"
+        for row in of_kind:
+            line += (
+                " {bits:.3g} | {difference:.4f} ± {difference_error:.4f} "
+                "| {same:.1%} ± {same_error:.1%} |"
+            ).format(**row)
+        lines.append(line)
     return "\n".join(lines)
 
 
@@ -238,14 +242,18 @@ def main() -> None:
         "--model", type=Path, metavar="FOLDER", help="of any model of transformers; else SmolLM2"
     )
     parser.add_argument("--max-new-tokens", type=int, default=128, help="tokens per answer at most")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers to it")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also put the numbers into it")
     options = parser.parse_args()
-    model, tokenizer, _ = pretrained(options.model, "float32")
-    found = rows(model, tokenizer, options.max_new_tokens)
+    model, tokenizer, name = pretrained(options.model, "float32")
+    found = {name: rows(model, tokenizer, options.max_new_tokens)}
     print(table(found))
     if options.json is not None:
-        lines = ",\n  ".join(map(json.dumps, found))
-        options.json.write_text(f'{{\n "rows": [\n  {lines}\n ]\n}}\n')
+        held = json.loads(options.json.read_text()) if options.json.exists() else {}
+        models = [
+            f"{json.dumps(name)}: [\n  " + ",\n  ".join(map(json.dumps, of_model)) + "\n ]"
+            for name, of_model in (held | found).items()
+        ]
+        options.json.write_text("{\n " + ",\n ".join(models) + "\n}\n")
 
 
 if __name__ == "__main__":
