@@ -41,8 +41,14 @@ class Workload:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of the K and V that are attended to, each read once."""
-        positions = sum(self._attended(q_len, context) for q_len, context in self.sequences)
+        """Bytes of the K and V that are attended to, each read once: also what is shared."""
+        positions = shared = 0
+        for q_len, context in self.sequences:
+            first = context - self._attended(q_len, context)
+            begin = min(context, max(first, self.shared_blocks * self.block_size))
+            positions += context - begin
+            shared = max(shared, begin - first)
+        positions += shared
         itemsize = DTYPES[self.cache_dtype or self.dtype].itemsize
         return positions * self.model.kv_numbers * itemsize
 

@@ -53,6 +53,7 @@ MODELS = {
     model.name: model
     for model in (
         Model("tiny", 4, 2, 32),
+        Model("llama-2-7b", 32, 32, 128),
         Model("llama-3-8b", 32, 8, 128),
         Model("llama-3-70b", 64, 8, 128),
         Model("qwen3-8b", 32, 8, 128),

@@ -35,11 +35,12 @@ def workload_of(row: str) -> Workload:
 
     "decode b32 x 8192" has 32 sequences with 8192 positions, "prefill 1024" one of 1024 tokens, and
     "mixed 512 on 8192 beside 32 decodes" 512 tokens after 8192 others, and decodes of 4096. Behind
-    commas stand a model in place of llama-3-8b, "blocks of 64", and the dtype of an 8-bit cache.
+    commas stand a model in place of llama-3-8b, "blocks of 64", the dtype of an 8-bit cache, and
+    "4096 in common": as many positions of whole blocks that all sequences begin with.
     """
     kind, _, name = row.partition(" ")
     size, *words = name.split(", ")
-    model, block_size, cache_dtype = MODELS["llama-3-8b"], 16, None
+    model, block_size, cache_dtype, shared = MODELS["llama-3-8b"], 16, None, 0
     for word in words:
         if word in MODELS:
             model = MODELS[word]
@@ -47,8 +48,11 @@ def workload_of(row: str) -> Workload:
             cache_dtype = word
         elif found := re.fullmatch(r"blocks of (\d+)", word):
             block_size = int(found[1])
+        elif found := re.fullmatch(r"(\d+) in common", word):
+            shared = int(found[1])
         else:
-            raise ValueError(f"a row names a model, a dtype or blocks; got {word!r} in {row!r}")
+            rule = "a row names a model, a dtype, blocks or what is in common"
+            raise ValueError(f"{rule}; got {word!r} in {row!r}")
     patterns = {
         "decode": r"b(\d+) x (\d+)",
         "prefill": r"(\d+)()",
@@ -62,7 +66,11 @@ def workload_of(row: str) -> Workload:
         sequences = uniform(first, 1, second)
     else:
         sequences = ((first, second + first), *uniform(sum(decodes), 1, 4096))
-    return Workload(name, kind, model, sequences, block_size, cache_dtype=cache_dtype)
+    return Workload(
+        *(name, kind, model, sequences, block_size),
+        cache_dtype=cache_dtype,
+        shared_blocks=shared // block_size,
+    )
 
 
 def chosen(names: Iterable[str], patterns: Iterable[str]) -> list[str]:

@@ -79,20 +79,24 @@ def _run(policy: Any, prompts: list[list[int]], options: argparse.Namespace) -> 
 
 
 def _in_order(records: list[tuple[Batch, Record]], sequences: list[list[int]]) -> Record:
-    """What the layers made of the tokens of each step, as a packed batch has it. All sequences run
-    at once, so that a sequence's first block is its own."""
-    chunks: dict[int, list[Any]] = {}
-    for batch, layers in records:
+    """What the layers made of each token, as a packed batch has it. The token's slot says where,
+    as another sequence that begins alike may have computed it."""
+    tokens = np.concatenate([batch.tokens for batch, _ in records])
+    rows: dict[int, int] = {}  # of the tokens in the cache, by slot
+    found: dict[tuple[int, ...], list[int]] = {}
+    first = 0
+    for batch, _ in records:
+        rows |= {slot: row for row, slot in enumerate(batch.slot_mapping.tolist(), first)}
+        first += len(batch.tokens)
         for s in range(int(batch.num_seqs.item())):
-            own = slice(batch.query_start_loc[s], batch.query_start_loc[s + 1])
-            found = [tuple(x[own] for x in layer) for layer in layers]
-            chunks.setdefault(int(batch.block_tables[s, 0]), []).append((batch.tokens[own], found))
-    by_tokens = {
-        tuple(np.concatenate([tokens for tokens, _ in parts]).tolist()): [x for _, x in parts]
-        for parts in chunks.values()
-    }
-    ordered = [part for sequence in sequences for part in by_tokens[tuple(sequence)]]
+            at = np.arange(batch.context_lens[s])
+            blocks = batch.block_tables[s, at // LIMITS.block_size]
+            slots = blocks * LIMITS.block_size + at % LIMITS.block_size
+            own = [rows[slot] for slot in slots.tolist()]
+            found[tuple(tokens[own].tolist())] = own
+    order = [row for sequence in sequences for row in found[tuple(sequence)]]
+    layers = zip(*(layers for _, layers in records), strict=True)
     return [
-        tuple(np.concatenate(arrays) for arrays in zip(*layer, strict=True))
-        for layer in zip(*ordered, strict=True)
+        tuple(np.concatenate(arrays)[order] for arrays in zip(*parts, strict=True))
+        for parts in layers
     ]

@@ -9,6 +9,7 @@ import json
 import re
 import sys
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,7 +22,7 @@ import shared_ffi
 from benchmarks import contest, workloads
 from benchmarks.gpu import bench, launch, overview, process
 from benchmarks.workloads import Workload, uniform
-from harness.workload import Model
+from harness.workload import MODELS, Model
 from tests.support import native
 from tools.lease import check, pack, report
 
@@ -38,6 +39,11 @@ def test_counts() -> None:
     windowed = Workload("", "prefill", WINDOWED, uniform(1, 60, 60))
     assert windowed.flops == 4 * (40 * 41 // 2 + 20 * 40) * 8 * 64
     assert Workload("", "decode", WINDOWED, uniform(1, 1, 100)).kv_bytes == 40 * 2 * 2 * 64 * 2
+    shared = replace(DECODE, shared_blocks=4)
+    assert shared.kv_bytes == (64 + 3 * 36) * 2 * 2 * 64 * 2
+    # The window has left 60 positions, and 4 of those in common are in it.
+    assert replace(shared, model=WINDOWED).kv_bytes == (4 + 3 * 36) * 2 * 2 * 64 * 2
+    assert replace(shared, shared_blocks=9).kv_bytes == 100 * 2 * 2 * 64 * 2
 
 
 @pytest.mark.parametrize("workload", [
@@ -216,22 +222,21 @@ def test_lengths_of_a_trace(tmp_path: Path) -> None:
     assert workloads.trace_sequences(trace, 5) == ((1, 105), (1, 7))
 
 
-@pytest.mark.parametrize(("row", "sequences", "block_size", "model", "cache_dtype"), [
-    ("decode b3 x 9, blocks of 64", ((1, 9),) * 3, 64, "llama-3-8b", None),
-    ("prefill 70, gpt-oss-20b", ((70, 70),), 16, "gpt-oss-20b", None),
-    ("mixed 5 on 80", ((5, 85),), 16, "llama-3-8b", None),
-    ("mixed 5 on 80 beside 2 decodes, int8", ((5, 85), (1, 4096), (1, 4096)), 16, "llama-3-8b", "int8"),
+@pytest.mark.parametrize(("row", "sequences", "more"), [
+    ("decode b3 x 9, blocks of 64", ((1, 9),) * 3, {"block_size": 64}),
+    ("prefill 70, gpt-oss-20b", ((70, 70),), {"model": MODELS["gpt-oss-20b"]}),
+    ("mixed 5 on 80", ((5, 85),), {}),
+    ("mixed 5 on 80 beside 2 decodes, int8", ((5, 85), (1, 4096), (1, 4096)), {"cache_dtype": "int8"}),
+    ("decode b2 x 99, 64 in common, blocks of 32", ((1, 99),) * 2, {"block_size": 32, "shared_blocks": 2}),
 ])  # fmt: skip
-def test_a_row_says_its_workload(
-    row: str, sequences: Any, block_size: int, model: str, cache_dtype: str | None
-) -> None:
-    found = bench.workload_of(row)
-    assert (found.sequences, found.block_size) == (sequences, block_size)
-    assert (found.model.name, found.cache_dtype) == (model, cache_dtype)
+def test_a_row_says_its_workload(row: str, sequences: Any, more: dict[str, Any]) -> None:
+    kind, _, name = row.partition(" ")
+    expected = Workload(name, kind, MODELS["llama-3-8b"], sequences)
+    assert bench.workload_of(row) == replace(expected, **more)
 
 
 @pytest.mark.parametrize(("row", "message"), [
-    ("decode b3 x 9, float32", "names a model, a dtype or blocks; got 'float32'"),
+    ("decode b3 x 9, float32", "names a model, a dtype, blocks or what is in common; got 'float32'"),
     ("decode 3 x 9", "a row is decode bN x N, .*; got 'decode 3 x 9'"),
     ("other 3", "a row is decode bN x N, .*; got 'other 3'"),
 ])  # fmt: skip

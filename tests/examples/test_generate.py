@@ -21,6 +21,7 @@ import pytest
 import torch
 
 import jax_frontend
+from shared_ffi.check_batch import check_batch
 
 transformers = pytest.importorskip(
     "transformers", reason="transformers is optional: pip install --group demo"
@@ -347,6 +348,68 @@ def test_weights_that_are_replaced_while_requests_run(
         assert len(answer.logprobs) == SAMPLING.max_new_tokens
     assert any(before) and not all(before)
     assert all(equal) if recompute else not all(equal)
+
+
+@pytest.mark.parametrize(
+    ("changes", "computed"),
+    [
+        ({}, 30 + 2 + 6 + 14),
+        ({"token_budget": 7}, 30 + 2 + 6 + 14),  # the prompt is computed in several steps
+        ({"reserve": True}, 30 + 2 + 6 + 14),
+        ({"num_blocks": 22}, None),  # the youngest is preempted
+    ],
+    ids=["whole", "chunks", "reserved", "preempted"],
+)
+def test_requests_that_begin_alike_compute_it_once(
+    changes: dict[str, Any],
+    computed: int | None,
+    model: Checkpoint,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With the bits of each alone. They are neighbours in each step, and nobody writes what another
+    one reads."""
+    limits = replace(LIMITS, **changes)
+    backend = JaxRunner(model, limits)
+    prompt, other = prompts((30, 14))
+    asked = [prompt, prompt, [*prompt[:27], *other[:3]], other]
+    alone = [engine.generate(backend, [x], SAMPLING, limits, frozenset()).answers[0] for x in asked]
+    batches, step = list[Any](), backend.step
+
+    def recorded(batch: Any) -> np.ndarray:
+        batches.append(batch)
+        return step(batch)
+
+    monkeypatch.setattr(backend, "step", recorded)
+    served = engine.Engine(backend, limits)
+    answers = [served.add(x, SAMPLING) for x in asked]
+    while not served.is_done:
+        served.step()
+    assert [(x.tokens, x.logprobs) for x in answers] == [(x.tokens, x.logprobs) for x in alone]
+    assert (served.preemptions > 0) == (computed is None)
+    for batch in batches:
+        check_batch(*batch[2:], block_size=limits.block_size, num_blocks=limits.num_blocks)
+    if computed is not None:
+        generated = 4 * (SAMPLING.max_new_tokens - 1)
+        assert sum((x.slot_mapping >= 0).sum() for x in batches) == computed + generated
+        (tables,) = {x.block_tables[:3, :6].tobytes() for x in batches if x.num_seqs == 4}
+        assert tables[:24] == tables[24:48] == tables[48:]
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_no_request_shares_what_replaced_weights_have_computed(
+    recompute: bool, model: Checkpoint
+) -> None:
+    backend, (prompt,) = JaxRunner(model, LIMITS), prompts((30,))
+    served = engine.Engine(backend, LIMITS, recompute=recompute)
+    first = served.add(prompt, SAMPLING)
+    while len(first.tokens) < 3:
+        served.step()
+    new_weights(backend, "entries")
+    later = served.add(prompt, SAMPLING)
+    while not served.is_done:
+        served.step()
+    (alone,) = engine.generate(backend, [prompt], SAMPLING, LIMITS, frozenset()).answers
+    assert (later.tokens, later.logprobs) == (alone.tokens, alone.logprobs)
 
 
 def test_weights_are_all_that_a_dictionary_of_weights_has(model: Checkpoint) -> None:

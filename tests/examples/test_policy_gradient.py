@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,13 +11,20 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from examples.policy_gradient import run
 from examples.policy_gradient.__main__ import main
 
 
-@pytest.mark.parametrize("framework", ["jax", "torch"])
+@pytest.mark.parametrize(("framework", "block_size"), [("jax", 16), ("jax", 2), ("torch", 2)])
 def test_sampled_and_trained_attention_has_the_same_bits(
-    framework: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    framework: str,
+    block_size: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """All words are one token here, so the prompts share blocks of 2."""
+    monkeypatch.setattr(run, "LIMITS", replace(run.LIMITS, block_size=block_size))
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 67}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -139,7 +140,8 @@ class Engine:
     """Continuous batching through a runner: requests join and leave between two steps.
 
     A step is one ragged batch of prompts' chunks and of decoding sequences, padded to one of
-    `limits.buckets`, so that as many programs are compiled.
+    `limits.buckets`, so that as many programs are compiled. A request that begins as the one before
+    it shares that one's full blocks, while it runs: the answers to one prompt compute it once.
     """
 
     def __init__(
@@ -185,10 +187,10 @@ class Engine:
         """
         _check_length(self._count, prompt, sampling, self._limits)
         replica = self._replicas[self._count % len(self._replicas)]
-        number = replica.scheduler.add(Arrival(0.0, len(prompt), sampling.max_new_tokens))
-        replica.requests[number] = _Request(self._count, [*prompt], sampling, Answer())
+        request = _Request(self._count, [*prompt], sampling, Answer())
+        replica.add(request)
         self._count += 1
-        return replica.requests[number].answer
+        return request.answer
 
     def step(self) -> None:
         """Runs the model once for all requests that have room, and chooses their next tokens.
@@ -196,9 +198,12 @@ class Engine:
         Raises:
             ValueError: the model gave logits that are no numbers.
         """
-        if self._recompute and _are_replaced(self._weights, self._runner):
+        if _are_replaced(self._weights, self._runner):
             for replica in self._replicas:
-                replica.scheduler.recompute()
+                if self._recompute:
+                    replica.scheduler.recompute()
+                else:
+                    replica.scheduler.keep_apart()
         self._weights = _seen(self._runner)
         steps = [replica.next_step() for replica in self._replicas]
         bucket = max(step.bucket for step in steps)
@@ -241,6 +246,15 @@ class _Replica(NamedTuple):
 
     requests: dict[int, _Request]
     scheduler: Scheduler
+
+    def add(self, request: _Request) -> None:
+        """Lets a request wait. The last one that has not ended may begin as it does."""
+        before, shared = next(reversed(self.requests), None), 0
+        if before is not None:
+            pairs = zip(request.tokens, self.requests[before].tokens, strict=False)
+            shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        arrival = Arrival(0.0, len(request.tokens), request.sampling.max_new_tokens)
+        self.requests[self.scheduler.add(arrival, before, shared)] = request
 
     def next_step(self) -> Step:
         """The next step; one without tokens if all requests are done."""

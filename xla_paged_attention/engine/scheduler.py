@@ -4,6 +4,9 @@ Each step has a budget of tokens. Running requests that generate get one token e
 goes to prompts, in chunks. A request that needs a block when none is free preempts the youngest,
 which gives its blocks back and computes its tokens anew later. With `Limits.reserve`, a request
 waits instead until there are blocks for its last token, too, and nobody is preempted.
+
+A request that begins as another one that runs waits until that has computed it, and shares its full
+blocks. Requests decode in the order of their numbers, so the two are neighbours in a step.
 """
 
 from __future__ import annotations
@@ -86,9 +89,12 @@ class Request:
     arrival: Arrival
     prompt_tokens: int
     total_tokens: int
+    before: int | None = None  # the number of a request that begins as this one does
+    shared_tokens: int = 0  # that both begin with
     known_tokens: int = 0  # prompt, and what has been generated so far
     computed_tokens: int = 0  # of those, in the cache
     blocks: list[int] = field(default_factory=list)
+    is_stale: bool = False  # whether weights that are gone have computed some of them
 
     def __post_init__(self) -> None:
         self.known_tokens = self.prompt_tokens
@@ -194,10 +200,18 @@ class Scheduler:
         """Whether every request of the trace has finished."""
         return not (self._future or self.waiting or self.running)
 
-    def add(self, arrival: Arrival) -> int:
-        """Lets a request that arrives now wait. Returns its number: they count from 0."""
-        self.waiting.append(self._request(arrival))
-        return self.waiting[-1].number
+    def add(self, arrival: Arrival, before: int | None = None, shared_tokens: int = 0) -> int:
+        """Lets a request that arrives now wait. Returns its number: they count from 0.
+
+        Args:
+            arrival: how many tokens it has and asks for.
+            before: the number of an earlier request, whose blocks it shares while that runs.
+            shared_tokens: that both begin with.
+        """
+        request = self._request(arrival)
+        request.before, request.shared_tokens = before, shared_tokens
+        self.waiting.append(request)
+        return request.number
 
     def next_step(self, seconds: float) -> Step | None:
         """The step to run at a time of the trace's clock; None if nobody is there."""
@@ -236,6 +250,11 @@ class Scheduler:
         for request in sorted(self.running, key=lambda r: r.number, reverse=True):
             self._give_back(request)
 
+    def keep_apart(self) -> None:
+        """Lets nobody share the blocks that running requests have: weights have been replaced."""
+        for request in self.running:
+            request.is_stale = True
+
     def cancel(self, number: int) -> bool:
         """Drops a request that waits or runs, between two steps. False if it is neither."""
         for requests in (self.running, self.waiting):
@@ -268,14 +287,29 @@ class Scheduler:
             request = self.waiting[0]
             # Room for all its tokens, not just this chunk: else it would soon be preempted again.
             needed = request.total_tokens if self.limits.reserve else request.known_tokens
-            if needed > self._pool.block_size * len(self._pool.free):
+            shared = self._shared_blocks(request)
+            if shared is None or self._pool.num_missing(shared, needed) > len(self._pool.free):
                 break
-            count = min(request.known_tokens, budget)
+            request.blocks = self._pool.share(shared)
+            request.computed_tokens = len(shared) * self._pool.block_size
+            count = min(request.known_tokens - request.computed_tokens, budget)
+            end = request.computed_tokens + count
             self.running.append(self.waiting.popleft())
-            self._pool.grow(request.blocks, needed if self.limits.reserve else count)
+            self._pool.grow(request.blocks, needed if self.limits.reserve else end)
             chunks.append((request, count))
             budget -= count
         return chunks
+
+    def _shared_blocks(self, request: Request) -> Sequence[int] | None:
+        """The full blocks that a request takes of the one before. None: it computes them still."""
+        for other in self.running:
+            if other.number == request.before and not other.is_stale:
+                # Its last token is its own, as the next one follows from it.
+                shared = min(request.shared_tokens, request.prompt_tokens - 1)
+                count = shared // self._pool.block_size
+                is_computed = other.computed_tokens >= count * self._pool.block_size
+                return other.blocks[:count] if is_computed else None
+        return []
 
     def _make_room(self, request: Request, count: int, planned: set[int]) -> bool:
         """Gives a running request the blocks it needs, at the expense of the youngest others."""
@@ -293,7 +327,7 @@ class Scheduler:
 
     def _give_back(self, request: Request) -> None:
         self._pool.release(request.blocks)
-        request.computed_tokens = 0
+        request.computed_tokens, request.is_stale = 0, False
         self.running.remove(request)
         self.waiting.appendleft(request)
 
