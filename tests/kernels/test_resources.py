@@ -564,6 +564,43 @@ def test_a_turn_keeps_the_tensor_cores_busy(
         assert 2048 <= cycles.cycles(warps, ports) <= limit
 
 
+@pytest.mark.parametrize(
+    ("kernel", "products", "least", "instructions", "limits"),
+    [
+        ("HopperKeyGradients", 24, 2048, 345, (2250, 2250)),
+        ("HopperQueryGradients", 20, 1536, 305, (1650, 1720)),
+    ],
+)
+def test_tensor_cores_are_busy_with_gradients(
+    folder: Path,
+    kernel: str,
+    products: int,
+    least: int,
+    instructions: int,
+    limits: tuple[int, int],
+) -> None:
+    """While a consumer turns the logits of 64 of its rows and 64 of a tile into weights and gradients,
+    the tensor cores have products of the other one: four in 2,048 cycles, or three in 1,536, with
+    heads of 128. In the model, with tiles of which all rows attend to all positions."""
+    kernels = machine_code(folder, "hopper_gradients_BFloat16_128")
+    (code,) = (code for name, code in kernels.items() if kernel in name and "Lb0E" in name)
+    found = code.find("HGMMA")
+    turn = way_through(code, found[-1], [found[0], found[-1]])
+    assert len({*turn} & {*found}) == len(found) == products
+    assert len(turn) <= instructions
+    assert {*turn} & {*code.find(r"\bLDG|\bLDL|\bSTL")} == set()
+    (begin,) = (n for n, i in enumerate(turn) if "BAR.SYNC" in code.instructions[i])
+    turn = turn[begin:] + turn[:begin]
+    copies = {*code.find(r"LDGSTS\.E")}
+    fills = [loop for x in code.find("ARRIVES") if (loop := code.shortest_loop([x]))]
+    fill = max(fills, key=lambda loop: len(copies & {*loop}))
+    assert len(copies & {*fill}) >= 16
+    for ports, limit in zip(cycles.PORTS, limits, strict=True):
+        # A place is freed in the turn of the next one.
+        warps = [*[cycles.Warp(code, turn) for _ in range(2)], cycles.Warp(code, fill, lag=4 - 1)]
+        assert least <= cycles.cycles(warps, ports) <= limit
+
+
 @pytest.fixture(scope="module")
 def block_id_and_copies(folder: Path) -> tuple[MachineCode, int, list[int]]:
     """The prefill producer's load of the next block id, and the copies that do not wait for it."""

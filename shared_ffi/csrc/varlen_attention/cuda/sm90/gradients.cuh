@@ -7,8 +7,8 @@
 // them
 //   to shared memory. It runs ahead of the consumers by as many tiles as there is memory for,
 //   across parts too. Each of its warps finds all tiles and copies 16 rows of them.
-// - The consumers start the products of logits in turn. While the tensor cores compute the products
-//   of one, the other turns its logits into weights.
+// - The consumers start their products in turn. While the tensor cores compute the products of one,
+//   the other turns its logits into weights.
 //
 // The tensor cores add up the same products in the same order as in tensor_core.cuh: 16 columns,
 // rows or positions at a time, from the first on.
@@ -177,11 +177,12 @@ class Consumer {
   using Rows = typename Shared::Rows;
   using Products =
       WarpProducts<T, T, kHeadSize, kTileRows, SharedRows<T, kHeadSize>, SharedRows<T, kHeadSize>>;
-  // Two sums of 128 columns leave no registers for logits beside weights that are multiplied.
+  // Beside sums of so many columns, logits have the registers of what is multiplied.
   static constexpr bool kWaitsForSums = kSums * kHeadSize > 128;
 
  public:
   using Logits = float[kTileRows / 8][4];
+  using Packed = typename Products::PackedWeights;
 
   __device__ Consumer(Shared* shared, int number)
       : shared_(*shared),
@@ -189,11 +190,11 @@ class Consumer {
         own_start_(gpu::Opaque(Rows::StartOf(shared->own[number][0]))),
         tiles_start_(gpu::Opaque(Rows::StartOf(shared->tiles[0][0]))) {
     // The first turn is the first consumer's.
-    if (number > 0) gpu::ArriveThreads(kTurnBarrier, kConsumerThreads);
+    if (number > 0) PassTurn();
   }
   // A turn too many.
   __device__ ~Consumer() {
-    if (number_ == 0) gpu::SyncThreads(kTurnBarrier, kConsumerThreads);
+    if (number_ == 0) WaitForTurn();
   }
 
   // Its first row among those of the thread block.
@@ -226,7 +227,8 @@ class Consumer {
 #pragma unroll
       for (int e = 0; e < 4; ++e) sums_[i / (kHeadSize / 8)][i % (kHeadSize / 8)][e] = 0;
     }
-    typename Products::PackedWeights weights = {}, gradients = {};
+    Packed weights = {}, gradients = {};
+    WaitForTurn();
     for (;;) {
       shared_.barriers.WaitFilled(stage_);
       const Tile tile = shared_.tile[stage_.index];
@@ -234,9 +236,8 @@ class Consumer {
       gpu::FenceAsyncProxy();
       if constexpr (kWaitsForSums) WaitForSums(weights, gradients);
       Logits of_weights, of_gradients;
-      gpu::SyncThreads(kTurnBarrier + number_, kConsumerThreads);
       StartLogits(of_weights, of_gradients);
-      gpu::ArriveThreads(kTurnBarrier + 1 - number_, kConsumerThreads);
+      PassTurn();
       gpu::WaitProducts<0>(of_weights);
       gpu::KeepRegisters(of_gradients);
       if constexpr (!kWaitsForSums) WaitForSums(weights, gradients);
@@ -244,9 +245,11 @@ class Consumer {
       weigh(tile, shared_.numbers[stage_.index], of_weights, of_gradients);
       if constexpr (kSums == 2) Products::template PackWeights<T>(of_weights, weights);
       Products::template PackWeights<T>(of_gradients, gradients);
+      WaitForTurn();
       StartSums(weights, gradients);
       stage_ = stage_.Next();
     }
+    PassTurn();
     WaitForSums(weights, gradients);
     shared_.barriers.FreeTogether(stage_.Previous());
     stage_ = stage_.Next();
@@ -257,6 +260,15 @@ class Consumer {
   __device__ __forceinline__ const auto& SumsOfWeights() const { return sums_[kSums - 1]; }
 
  private:
+  // Consumers start the products with a tile in turn: those that add up the tile before, and those
+  // of logits.
+  __device__ __forceinline__ void WaitForTurn() const {
+    gpu::SyncThreads(kTurnBarrier + number_, kConsumerThreads);
+  }
+  __device__ __forceinline__ void PassTurn() const {
+    gpu::ArriveThreads(kTurnBarrier + 1 - number_, kConsumerThreads);
+  }
+
   __device__ __forceinline__ void SyncWarpgroup() const {
     gpu::SyncThreads(kThreadsBarrier + number_, kWarpgroup);
   }
@@ -291,8 +303,7 @@ class Consumer {
   }
 
   // Starts the products that are added up.
-  __device__ __forceinline__ void StartSums(typename Products::PackedWeights& weights,
-                                            typename Products::PackedWeights& gradients) {
+  __device__ __forceinline__ void StartSums(Packed& weights, Packed& gradients) {
     gpu::KeepRegisters(weights);
     gpu::KeepRegisters(gradients);
     gpu::KeepRegisters(sums_[0]);
@@ -301,8 +312,7 @@ class Consumer {
     StartSums(First(TileStart()), gradients, sums_[0]);
     gpu::CommitProducts();
   }
-  static __device__ __forceinline__ void StartSums(uint64_t tile,
-                                                   typename Products::PackedWeights& packed,
+  static __device__ __forceinline__ void StartSums(uint64_t tile, Packed& packed,
                                                    float (&sums)[kHeadSize / 8][4]) {
 #pragma unroll
     for (int step = 0; step < kTileRows / 16; ++step) {
@@ -310,9 +320,7 @@ class Consumer {
                                   Rows::Rows(tile, 0, step * 16, 0, gpu::One<1>()), T{});
     }
   }
-
-  __device__ __forceinline__ void WaitForSums(typename Products::PackedWeights& weights,
-                                              typename Products::PackedWeights& gradients) {
+  __device__ __forceinline__ void WaitForSums(Packed& weights, Packed& gradients) {
     gpu::WaitProducts<0>(sums_[0]);
     if constexpr (kSums == 2) gpu::KeepRegisters(sums_[1]);
     gpu::KeepRegisters(weights);
