@@ -99,11 +99,12 @@ def test_every_kernel_is_in_the_table(folder: Path, kernels: list[dict[str, Any]
             if kernel == "TensorCoreAttention":
                 caches += [("uint8", size) for size in sizes_8_bit - {64}]
             expected |= {(kernel, storage, cache, size, target) for cache, size in caches}
-    for names, of_sizes, of_targets in (
+    for of_gradients, of_sizes, of_targets in (
         (GRADIENTS, {64, 128, 256}, targets),
         (HOPPER_GRADIENTS, {64, 128}, targets & {"90a"}),
     ):
-        expected |= {*itertools.product(names, storages, [""], sizes[0] & of_sizes, of_targets)}
+        of_heads = sizes[0] & of_sizes
+        expected |= {*itertools.product(of_gradients, storages, [""], of_heads, of_targets)}
     assert expected == {
         tuple(entry[column] for column in ("kernel", "storage", "cache", "size", "target"))
         for entry in kernels

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from harness.compare import assert_same_bits
 from harness.reference import PAGED_LAYOUT, as_paged
 from tests.cases.varlen import CASES, VarlenCase, oracle
 from tests.support import selection
-from tests.support.gpu import Gpu
+from tests.support.gpu import ON_CUDA, Gpu
 from tests.support.gpu import attend as attend_paged
 from tests.support.varlen_calls import (
     ARRAYS,
@@ -118,6 +119,30 @@ def test_varlen_attention_backward_of_a_sequence_alone(
         of_batch = differentiate(gpu, batch, dout_beside, attend(gpu, batch), 1)
         for name in ARRAYS[:3]:
             assert_same_bits(of_batch[name][own], of_alone[name])
+
+
+@pytest.mark.skipif(ON_CUDA, reason="only the emulated GPU tells what was launched")
+@pytest.mark.parametrize(
+    ("kernels", "head_size", "threads"),
+    [("portable", 128, [256, 128]), ("hopper", 128, [384, 384]), ("hopper", 256, [256, 128])],
+)
+def test_which_kernels_compute_gradients(
+    kernels: str,
+    head_size: int,
+    threads: list[int],
+    gpu: Gpu,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those of Hopper take heads of up to 128, unless the process chooses the portable ones."""
+    gpu = gpu.on_hopper() if kernels == "hopper" else gpu
+    case = replace(SMALL, lengths=(5,), head_size=head_size)
+    arguments = case()
+    forward = attend(gpu, arguments)
+    log = tmp_path / "launches"
+    monkeypatch.setenv("EMULATED_GPU_LAUNCHES", str(log))
+    differentiate(gpu, arguments, case.weights(), forward)
+    assert [int(line.split()[1]) for line in log.read_text().splitlines()][2:] == threads
 
 
 PREFIXES = replace(SMALL, head_size=48, value_head_size=40, **ALL_FEATURES)
