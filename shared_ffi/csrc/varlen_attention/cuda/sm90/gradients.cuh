@@ -3,7 +3,7 @@
 // - A warpgroup of four warps, a consumer, multiplies 64 rows at a time and reads them and those of
 //   a tile directly from shared memory. A thread block has two consumers: they own 128 positions,
 //   or 128 query rows. Weights and gradients of logits go from registers into the next product.
-// - A third warpgroup, the producer, finds the tiles of 64 query rows, or positions, and copies
+// - A third warpgroup, the producer, finds the tiles of 64 query rows, or positions, and brings
 // them
 //   to shared memory. It runs ahead of the consumers by as many tiles as there is memory for,
 //   across parts too. Each of its warps finds all tiles and copies 16 rows of them.
@@ -50,8 +50,9 @@ __device__ __forceinline__ int WarpRow() {
 
 // A tile in shared memory.
 struct Tile {
-  enum Kind : int32_t { kNone, kWhole, kMasked };  // kMasked: some row does not attend to all of it
-  int32_t begin;                                   // the first position, or the first row
+  // kNone: there is none. kMasked: some row does not attend to all of it.
+  enum Kind : int32_t { kNone, kWhole, kMasked };
+  int32_t begin;  // the first position, or the first row
   Kind kind;
 };
 
@@ -177,7 +178,7 @@ class Consumer {
   using Rows = typename Shared::Rows;
   using Products =
       WarpProducts<T, T, kHeadSize, kTileRows, SharedRows<T, kHeadSize>, SharedRows<T, kHeadSize>>;
-  // Beside sums of so many columns, logits have the registers of what is multiplied.
+  // With more columns of sums there are no registers for logits while weights are multiplied.
   static constexpr bool kWaitsForSums = kSums * kHeadSize > 128;
 
  public:
@@ -192,7 +193,7 @@ class Consumer {
     // The first turn is the first consumer's.
     if (number > 0) PassTurn();
   }
-  // A turn too many.
+  // The second consumer has passed a turn too many.
   __device__ ~Consumer() {
     if (number_ == 0) WaitForTurn();
   }
