@@ -3,9 +3,8 @@
 // - A warpgroup of four warps, a consumer, multiplies 64 rows at a time and reads them and those of
 //   a tile directly from shared memory. A thread block has two consumers: they own 128 positions,
 //   or 128 query rows. Weights and gradients of logits go from registers into the next product.
-// - A third warpgroup, the producer, finds the tiles of 64 query rows, or positions, and brings
-// them
-//   to shared memory. It runs ahead of the consumers by as many tiles as there is memory for,
+// - A third warpgroup, the producer, finds the tiles of 64 query rows, or positions, and copies
+//   them to shared memory. It runs ahead of the consumers by as many tiles as there is memory for,
 //   across parts too. Each of its warps finds all tiles and copies 16 rows of them.
 // - The consumers start their products in turn. While the tensor cores compute the products of one,
 //   the other turns its logits into weights.
