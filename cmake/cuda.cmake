@@ -83,8 +83,11 @@ list(FILTER DECODE_HEAD_SIZES_OF_8_BITS INCLUDE REGEX "^128$")
 # The derivative: a head of another size takes the next larger one.
 set(GRADIENT_HEAD_SIZES ${XLA_GPU_HEAD_SIZES})
 list(FILTER GRADIENT_HEAD_SIZES INCLUDE REGEX "^(64|128|256)$")
+# Those of sm_90a: with wider heads the sums of K and V have no registers.
+set(HOPPER_GRADIENT_HEAD_SIZES ${PREFILL_HEAD_SIZES})
+list(FILTER HOPPER_GRADIENT_HEAD_SIZES INCLUDE REGEX "^(64|128)$")
 # As further arguments of a template.
-foreach(sizes GRADIENT_HEAD_SIZES HEAD_SIZES_OF_4_BITS PREFILL_HEAD_SIZES PREFILL_HEAD_SIZES_OF_8_BITS DECODE_HEAD_SIZES DECODE_HEAD_SIZES_OF_8_BITS)
+foreach(sizes GRADIENT_HEAD_SIZES HOPPER_GRADIENT_HEAD_SIZES HEAD_SIZES_OF_4_BITS PREFILL_HEAD_SIZES PREFILL_HEAD_SIZES_OF_8_BITS DECODE_HEAD_SIZES DECODE_HEAD_SIZES_OF_8_BITS)
   list(TRANSFORM ${sizes} PREPEND ", " OUTPUT_VARIABLE MORE_${sizes})
   list(JOIN MORE_${sizes} "" MORE_${sizes})
 endforeach()
@@ -103,6 +106,7 @@ file(CONFIGURE OUTPUT "${CMAKE_BINARY_DIR}/generated/cuda_build.h"
 #define XLA_GPU_TENSOR_CORE_HEAD_SIZES_OF_8_BITS @OF_8_BITS@
 #define XLA_GPU_TENSOR_CORE_HEAD_SIZES_OF_4_BITS @MORE_HEAD_SIZES_OF_4_BITS@
 #define XLA_GPU_GRADIENT_HEAD_SIZES @MORE_GRADIENT_HEAD_SIZES@
+#define XLA_GPU_HOPPER_GRADIENT_HEAD_SIZES @MORE_HOPPER_GRADIENT_HEAD_SIZES@
 #define XLA_GPU_PREFILL_HEAD_SIZES @MORE_PREFILL_HEAD_SIZES@
 #define XLA_GPU_PREFILL_HEAD_SIZES_OF_8_BITS @MORE_PREFILL_HEAD_SIZES_OF_8_BITS@
 #define XLA_GPU_DECODE_HEAD_SIZES @MORE_DECODE_HEAD_SIZES@
@@ -195,13 +199,19 @@ if(ARCHITECTURES MATCHES "90a")  # the same with more shared memory
 endif()
 add_kernel_of_caches(prefill sm90/prefill.cu 90a-real "${PREFILL_HEAD_SIZES}" "${PREFILL_HEAD_SIZES_OF_8_BITS}" "")
 
-foreach(storage ${XLA_GPU_TENSOR_CORE_TYPES})
-  foreach(head_size ${GRADIENT_HEAD_SIZES})
-    set(name gradients_${storage}_${head_size})
-    add_cuda_objects(${name} varlen_attention/cuda/tensor_core.cu)
-    target_compile_definitions(${name} PRIVATE XLA_GPU_STORAGE=${storage} XLA_GPU_HEAD_SIZE=${head_size})
+function(add_gradients kernel source architectures)  # further arguments: head sizes
+  foreach(storage ${XLA_GPU_TENSOR_CORE_TYPES})
+    foreach(head_size ${ARGN})
+      set(name ${kernel}_${storage}_${head_size})
+      add_cuda_objects(${name} varlen_attention/cuda/${source})
+      set_target_properties(${name} PROPERTIES CUDA_ARCHITECTURES "${architectures}")
+      target_compile_definitions(${name} PRIVATE XLA_GPU_STORAGE=${storage} XLA_GPU_HEAD_SIZE=${head_size})
+    endforeach()
   endforeach()
-endforeach()
+endfunction()
+
+add_gradients(gradients tensor_core.cu "${ARCHITECTURES}" ${GRADIENT_HEAD_SIZES})
+add_gradients(hopper_gradients sm90/gradients.cu 90a-real ${HOPPER_GRADIENT_HEAD_SIZES})
 
 # cudart is linked statically, so that the library loads on a machine without a driver.
 get_filename_component(CUDA_ROOT "${CMAKE_CUDA_COMPILER}" REALPATH)

@@ -65,6 +65,7 @@ def kernels(objects: list[str]) -> list[dict[str, Any]]:
             kernel = re.search(
                 r"\d(TensorCoreAttention|TensorCorePrefill|DecodeAttention|PrefillAttention"
                 r"|TensorCoreKeyGradients|TensorCoreQueryGradients|CudaCoreGradients"
+                r"|HopperKeyGradients|HopperQueryGradients"
                 r"|CopyLengths|CopyTokens|MakeTables|PrepareRows|SumOverTokens"
                 r"|CudaCoreAttention|Combine|ZeroArrivals|Update|Add)(.*)",
                 name,

@@ -27,6 +27,7 @@ SMALLEST_SHARED_BYTES = 99 * 1024  # the limit of a thread block on sm_86, sm_89
 LARGE_SHARED_BYTES = 227 * 1024  # on sm_90
 LARGE_MULTIPROCESSOR = 228  # KiB: the second number of a decode kernel's template
 GRADIENTS = ("TensorCoreKeyGradients", "TensorCoreQueryGradients")
+HOPPER_GRADIENTS = ("HopperKeyGradients", "HopperQueryGradients")
 L2_HIT = 300  # cycles of a load
 # Bytes that a kernel may store and load, by the cache and the head size. PrefillAttention's
 # lie outside the turns of a long query's plain tiles.
@@ -98,14 +99,16 @@ def test_every_kernel_is_in_the_table(folder: Path, kernels: list[dict[str, Any]
             if kernel == "TensorCoreAttention":
                 caches += [("uint8", size) for size in sizes_8_bit - {64}]
             expected |= {(kernel, storage, cache, size, target) for cache, size in caches}
-    for of_gradients in itertools.product(
-        GRADIENTS, storages, [""], sizes[0] & {64, 128, 256}, targets
+    for of_gradients, of_sizes, of_targets in (
+        (GRADIENTS, {64, 128, 256}, targets),
+        (HOPPER_GRADIENTS, {64, 128}, targets & {"90a"}),
     ):
-        expected.add(of_gradients)
+        of_heads = sizes[0] & of_sizes
+        expected |= {*itertools.product(of_gradients, storages, [""], of_heads, of_targets)}
     assert expected == {
         tuple(entry[column] for column in ("kernel", "storage", "cache", "size", "target"))
         for entry in kernels
-        if entry["kernel"] in (*kernels_of, *GRADIENTS)
+        if entry["kernel"] in (*kernels_of, *GRADIENTS, *HOPPER_GRADIENTS)
     }
     others = {(entry["kernel"], entry["target"]) for entry in kernels} - {
         (kernel, target) for kernel, *_, target in expected
@@ -562,6 +565,43 @@ def test_a_turn_keeps_the_tensor_cores_busy(
         assert 2048 <= cycles.cycles(warps, ports) <= limit
 
 
+@pytest.mark.parametrize(
+    ("kernel", "products", "least", "instructions", "limits"),
+    [
+        ("HopperKeyGradients", 24, 2048, 345, (2250, 2250)),
+        ("HopperQueryGradients", 20, 1536, 305, (1650, 1720)),
+    ],
+)
+def test_tensor_cores_are_busy_with_gradients(
+    folder: Path,
+    kernel: str,
+    products: int,
+    least: int,
+    instructions: int,
+    limits: tuple[int, int],
+) -> None:
+    """While a consumer turns the logits of 64 of its rows and 64 of a tile into weights and gradients,
+    the tensor cores have products of the other one: four in 2,048 cycles, or three in 1,536, with
+    heads of 128. In the model, with tiles of which all rows attend to all positions."""
+    kernels = machine_code(folder, "hopper_gradients_BFloat16_128")
+    (code,) = (code for name, code in kernels.items() if kernel in name and "Lb0E" in name)
+    found = code.find("HGMMA")
+    turn = way_through(code, found[-1], [found[0], found[-1]])
+    assert len({*turn} & {*found}) == len(found) == products
+    assert len(turn) <= instructions
+    assert {*turn} & {*code.find(r"\bLDG|\bLDL|\bSTL")} == set()
+    (begin,) = (n for n, i in enumerate(turn) if "BAR.SYNC" in code.instructions[i])
+    turn = turn[begin:] + turn[:begin]
+    copies = {*code.find(r"LDGSTS\.E")}
+    fills = [loop for x in code.find("ARRIVES") if (loop := code.shortest_loop([x]))]
+    fill = max(fills, key=lambda loop: len(copies & {*loop}))
+    assert len(copies & {*fill}) >= 16
+    for ports, limit in zip(cycles.PORTS, limits, strict=True):
+        # A place is freed in the turn of the next one.
+        warps = [*[cycles.Warp(code, turn) for _ in range(2)], cycles.Warp(code, fill, lag=4 - 1)]
+        assert least <= cycles.cycles(warps, ports) <= limit
+
+
 @pytest.fixture(scope="module")
 def block_id_and_copies(folder: Path) -> tuple[MachineCode, int, list[int]]:
     """The prefill producer's load of the next block id, and the copies that do not wait for it."""
@@ -655,9 +695,10 @@ def test_the_compiler_fuses_no_products_by_itself() -> None:
 
 
 def test_a_hopper_block_starts_with_all_registers(kernels: list[dict[str, Any]]) -> None:
-    """With fewer, its consumer warps would wait for ever for the registers that
-    sm90/shared.cuh gives them."""
-    registers = {e["registers"] for e in kernels if e["kernel"] == "PrefillAttention"}
+    """With fewer, its consumer warps would wait for ever for the registers that sm90/shared.cuh and
+    sm90/gradients.cuh give them."""
+    names = ("PrefillAttention", *HOPPER_GRADIENTS)
+    registers = {e["registers"] for e in kernels if e["kernel"] in names}
     if not registers:
         pytest.skip("this build is for other GPUs")
     assert registers == {65536 // 384 // 8 * 8}
@@ -736,7 +777,8 @@ def test_two_blocks_of_query_gradients_share_a_multiprocessor(
 def test_shared_memory_suffices_on_every_gpu(kernels: list[dict[str, Any]]) -> None:
     for entry in kernels:
         is_wide, limit = entry["size"] > 256, SMALLEST_SHARED_BYTES
-        if entry["kernel"] == "PrefillAttention" or entry["variant"] == LARGE_MULTIPROCESSOR:
+        is_large = entry["kernel"] in ("PrefillAttention", *HOPPER_GRADIENTS)
+        if is_large or entry["variant"] == LARGE_MULTIPROCESSOR:
             limit = LARGE_SHARED_BYTES
         elif is_wide:
             limit = WIDE_SHARED_BYTES

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from harness.compare import assert_same_bits
 from harness.reference import PAGED_LAYOUT, as_paged
 from tests.cases.varlen import CASES, VarlenCase, oracle
 from tests.support import selection
-from tests.support.gpu import Gpu
+from tests.support.gpu import ON_CUDA, Gpu
 from tests.support.gpu import attend as attend_paged
 from tests.support.varlen_calls import (
     ARRAYS,
@@ -52,6 +53,23 @@ def test_varlen_attention_backward(case: VarlenCase, gpu: Gpu) -> None:
             assert_same_bits(gradient, gradients[name])
 
 
+HOPPER = [case for case in [*CASES, *OF_16_BITS] if case.dtype != "float32"]
+HOPPER = [case for case in HOPPER if case.head_size <= 128]
+
+
+@pytest.mark.parametrize("case", HOPPER, ids=lambda case: case.id)
+def test_varlen_attention_backward_on_hopper(case: VarlenCase, gpu: Gpu) -> None:
+    """The gradients have the bits of the portable kernels, with any number of thread blocks."""
+    hopper = gpu.on_hopper()
+    arguments, dout = case(), case.weights()
+    dout[case.num_tokens :] = np.nan
+    forward = attend(gpu, arguments)
+    gradients = differentiate(gpu, arguments, dout, forward)
+    for seed in (0, 1, 2, 3) if selection.everything else (1, 3):
+        for name, gradient in differentiate(hopper, arguments, dout, forward, seed).items():
+            assert_same_bits(gradient, gradients[name])
+
+
 ALL_FEATURES: Any = {
     "arrays": ("sinks", "alibi_slopes", "bidirectional_ranges", "causal"),
     "options": {"soft_cap": 3.0, "sliding_window": 60, "window_right": 20},
@@ -74,8 +92,12 @@ def small(request: pytest.FixtureRequest) -> VarlenCase:
     return SMALL_CASES[request.param]
 
 
-def test_varlen_attention_backward_of_a_sequence_alone(small: VarlenCase, gpu: Gpu) -> None:
+@pytest.mark.parametrize("kernels", ["portable", "hopper"])
+def test_varlen_attention_backward_of_a_sequence_alone(
+    small: VarlenCase, kernels: str, gpu: Gpu
+) -> None:
     """A sequence's gradients have the same bits in a batch and alone, also beside NaN."""
+    gpu = gpu.on_hopper() if kernels == "hopper" else gpu
     arguments, dout = small(), small.weights()
     dout[small.num_tokens :] = np.nan
     starts = arguments["query_start_loc"]
@@ -97,6 +119,30 @@ def test_varlen_attention_backward_of_a_sequence_alone(small: VarlenCase, gpu: G
         of_batch = differentiate(gpu, batch, dout_beside, attend(gpu, batch), 1)
         for name in ARRAYS[:3]:
             assert_same_bits(of_batch[name][own], of_alone[name])
+
+
+@pytest.mark.skipif(ON_CUDA, reason="only the emulated GPU tells what was launched")
+@pytest.mark.parametrize(
+    ("kernels", "head_size", "threads"),
+    [("portable", 128, [256, 128]), ("hopper", 128, [384, 384]), ("hopper", 256, [256, 128])],
+)
+def test_which_kernels_compute_gradients(
+    kernels: str,
+    head_size: int,
+    threads: list[int],
+    gpu: Gpu,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those of Hopper take heads of up to 128, unless the process chooses the portable ones."""
+    gpu = gpu.on_hopper() if kernels == "hopper" else gpu
+    case = replace(SMALL, lengths=(5,), head_size=head_size)
+    arguments = case()
+    forward = attend(gpu, arguments)
+    log = tmp_path / "launches"
+    monkeypatch.setenv("EMULATED_GPU_LAUNCHES", str(log))
+    differentiate(gpu, arguments, case.weights(), forward)
+    assert [int(line.split()[1]) for line in log.read_text().splitlines()][2:] == threads
 
 
 PREFIXES = replace(SMALL, head_size=48, value_head_size=40, **ALL_FEATURES)
@@ -159,11 +205,15 @@ LENGTHS: dict[str, tuple[dict[int, int], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.parametrize("kernels", ["portable", "hopper"])
 @pytest.mark.parametrize("faulty", LENGTHS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_varlen_attention_backward_of_faulty_lengths(faulty: str, dtype: str, gpu: Gpu) -> None:
+def test_varlen_attention_backward_of_faulty_lengths(
+    faulty: str, dtype: str, kernels: str, gpu: Gpu
+) -> None:
     """Nothing outside of the arrays is touched. The gradients of faulty sequences, and of all tokens
     behind starts that are no valid range, are NaN; those of other sequences are as without them."""
+    gpu = gpu.on_hopper() if kernels == "hopper" else gpu
     case = replace(SMALL, lengths=(5, 30, 102, 7), padding=1, dtype=dtype, arrays=("sinks",))
     arguments, dout = case(), case.weights()
     places, others = LENGTHS[faulty]

@@ -16,8 +16,19 @@ struct GradientKernels {
   int64_t parts_of_queries = 0;
 };
 
+// Whether a call takes the kernels for a soft cap, slopes or sequences that continue others.
+inline bool IsGeneral(const Params& p) {
+  return p.soft_cap > 0 || p.alibi_slopes != nullptr || p.prefix_seqs != nullptr;
+}
+
 // Defined in tensor_core.cu, which is compiled once for each type and head size.
 template <typename T, int kHeadSize>
 GradientKernels TensorCoreGradientsOf(const Params& p);
+
+// The same in sm90/gradients.cu.
+namespace sm90 {
+template <typename T, int kHeadSize>
+GradientKernels GradientsOf(const Params& p);
+}  // namespace sm90
 
 }  // namespace xla_gpu::varlen_attention

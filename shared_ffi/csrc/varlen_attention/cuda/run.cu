@@ -1,4 +1,4 @@
-#include "../../paged_attention/cuda/kernels.cuh"
+#include "../../paged_attention/cuda/kernel_choice.cuh"
 #include "cuda_core.cuh"
 #include "kernels.cuh"
 #include "run.h"
@@ -8,6 +8,7 @@ namespace xla_gpu::varlen_attention {
 namespace {
 
 using GradientHeadSizes = std::integer_sequence<int XLA_GPU_GRADIENT_HEAD_SIZES>;
+using HopperHeadSizes = std::integer_sequence<int XLA_GPU_HOPPER_GRADIENT_HEAD_SIZES>;
 using CudaCoreHeadSizes = std::integer_sequence<int, 128, kMaxGradientHeadSize>;
 
 gpu::Error CopyLengthsOf(const Params& p, const Lengths& lengths, const gpu::Device& device,
@@ -50,10 +51,16 @@ template <typename T>
 GradientKernels KernelsFor(const gpu::Device& device, const BackwardParams& b) {
   if constexpr (paged_attention::kHasTensorCores<T>) {
     GradientKernels kernels;
-    if (IsAligned<T>(b)) {
-      paged_attention::WithSmallest(GradientHeadSizes(), b.forward.head_size, [&](auto head_size) {
-        kernels = TensorCoreGradientsOf<T, head_size>(b.forward);
-      });
+    const auto take_hopper = [&](auto head_size) {
+      kernels = sm90::GradientsOf<T, head_size>(b.forward);
+    };
+    const auto take = [&](auto head_size) {
+      kernels = TensorCoreGradientsOf<T, head_size>(b.forward);
+    };
+    const int64_t size = b.forward.head_size;
+    if (IsAligned<T>(b) && !(paged_attention::UsesHopperKernels(device) &&
+                             paged_attention::WithSmallest(HopperHeadSizes(), size, take_hopper))) {
+      paged_attention::WithSmallest(GradientHeadSizes(), size, take);
     }
     if (kernels.parts_of_keys > 0 && kernels.of_keys.shared_bytes <= device.shared_bytes &&
         kernels.of_queries.shared_bytes <= device.shared_bytes) {
@@ -87,18 +94,25 @@ gpu::Error RunBackward(const BackwardParams& b, const BackwardScratch& scratch, 
   return sum.LaunchResident(device, p.num_heads, stream, b, scratch);
 }
 
-template <typename T, int... kHeadSizes>
+template <typename T, int... kHeadSizes, int... kHopperSizes>
 void AddLaunches(std::integer_sequence<int, kHeadSizes...>,
+                 std::integer_sequence<int, kHopperSizes...>,
                  std::vector<paged_attention::KernelLaunch>* launches) {
-  [[maybe_unused]] const auto add = [&](int head_size, const GradientKernels& kernels) {
-    for (const auto& [name, kernel] : {std::pair("TensorCoreKeyGradients", kernels.of_keys),
-                                       {"TensorCoreQueryGradients", kernels.of_queries}}) {
+  [[maybe_unused]] const auto add = [&](int head_size, const GradientKernels& kernels,
+                                        const char* of_keys, const char* of_queries) {
+    for (const auto& [name, kernel] :
+         {std::pair(of_keys, kernels.of_keys), {of_queries, kernels.of_queries}}) {
       launches->push_back({name, head_size, 0, 0, kernel.num_threads, kernel.shared_bytes});
     }
   };
   Params p = {};
   p.group = paged_attention::Divisor(1);
-  (add(kHeadSizes, TensorCoreGradientsOf<T, kHeadSizes>(p)), ...);
+  (add(kHeadSizes, TensorCoreGradientsOf<T, kHeadSizes>(p), "TensorCoreKeyGradients",
+       "TensorCoreQueryGradients"),
+   ...);
+  (add(kHopperSizes, sm90::GradientsOf<T, kHopperSizes>(p), "HopperKeyGradients",
+       "HopperQueryGradients"),
+   ...);
 }
 
 }  // namespace
@@ -150,7 +164,7 @@ std::vector<paged_attention::KernelLaunch> KernelLaunches() {
       {"CudaCoreGradients", 128, 0, 0, kThreads, CudaCoreLayout<128>::kSharedBytes},
       {"CudaCoreGradients", 256, 0, 0, kThreads, CudaCoreLayout<256>::kSharedBytes}};
   using SomeType = std::tuple_element_t<0, std::tuple<XLA_GPU_TENSOR_CORE_TYPES>>;
-  AddLaunches<SomeType>(GradientHeadSizes(), &launches);
+  AddLaunches<SomeType>(GradientHeadSizes(), HopperHeadSizes(), &launches);
   return launches;
 }
 

@@ -21,8 +21,7 @@ GradientKernels KernelsOf(const Params& p) {
 
 template <>
 GradientKernels TensorCoreGradientsOf<XLA_GPU_STORAGE, XLA_GPU_HEAD_SIZE>(const Params& p) {
-  const bool is_general = p.soft_cap > 0 || p.alibi_slopes != nullptr || p.prefix_seqs != nullptr;
-  return is_general ? KernelsOf<true>(p) : KernelsOf<false>(p);
+  return IsGeneral(p) ? KernelsOf<true>(p) : KernelsOf<false>(p);
 }
 
 }  // namespace xla_gpu::varlen_attention

@@ -28,7 +28,8 @@ struct RowMask {
   }
 
   __device__ __forceinline__ bool Attends(int32_t position) const {
-    return begin <= position && position < end && (position < hole_begin || position >= hole_end);
+    const bool is_in_hole = (hole_begin <= position) & (position < hole_end);
+    return (begin <= position) & (position < end) & !is_in_hole;  // without branches
   }
   // Whether it attends to any position in [from, to), but for holes.
   __device__ bool Meets(int32_t from, int32_t to) const { return begin < to && from < end; }
@@ -58,15 +59,13 @@ __device__ __forceinline__ RowMask MaskOf(const Params& p, const TokenBlock& blo
   return {p, block.Tokens(), RowPlace(p, kv_head, row).token};
 }
 
-// The first tile from `tile` up to `end` for which meets(tile, row) is true of any of kRows rows: a
-// row of it attends to a position. The whole thread block calls it; where there are ranges, it is a
-// barrier.
-template <int kRows, typename Meets>
+// The first tile from `tile` up to `end` for which meets(tile) is true: a row of it attends to a
+// position. All threads that meet in it call it. Without ranges no tile is asked for.
+template <typename Meets>
 __device__ __forceinline__ int32_t NextTile(const Params& p, int32_t tile, int32_t end,
                                             const Meets& meets) {
   if (!p.HasRanges()) return tile;
-  const auto row = static_cast<int32_t>(threadIdx.x);
-  while (tile < end && !__syncthreads_or(row < kRows && meets(tile, row))) ++tile;
+  while (tile < end && !meets(tile)) ++tile;
   return tile;
 }
 
