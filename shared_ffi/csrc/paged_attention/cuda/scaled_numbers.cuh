@@ -4,22 +4,23 @@
 
 #include "../../gpu/device.cuh"
 #include "../params.h"
+#include "query.cuh"
 
 namespace xla_gpu::paged_attention {
 
-// Codes::kNumbers of eight codes from 8 * half on, the first in the lowest byte.
-template <typename Codes>
+// Codes::kNumbers plus kMore of eight codes from 8 * half on, the first in the lowest byte.
+template <typename Codes, int kMore>
 constexpr uint64_t HalfOfTable(int half) {
   uint64_t bytes = 0;
   for (int i = 7; i >= 0; --i) {
-    bytes = bytes << 8 | static_cast<uint8_t>(Codes::kNumbers[8 * half + i]);
+    bytes = bytes << 8 | static_cast<uint8_t>(Codes::kNumbers[8 * half + i] + kMore);
   }
   return bytes;
 }
-template <typename Codes>
-inline constexpr uint64_t kLowTable = HalfOfTable<Codes>(0);
-template <typename Codes>
-inline constexpr uint64_t kHighTable = HalfOfTable<Codes>(1);
+template <typename Codes, int kMore = 0>
+inline constexpr uint64_t kLowTable = HalfOfTable<Codes, kMore>(0);
+template <typename Codes, int kMore = 0>
+inline constexpr uint64_t kHighTable = HalfOfTable<Codes, kMore>(1);
 
 // The numbers of K, or of V.
 class ScaledNumbers {
@@ -80,6 +81,83 @@ class ScaledNumbers {
   const DType dtype_;
   const GroupScales& scales_;
   const float global_;
+};
+
+struct alignas(8) EightBytes {
+  uint32_t words[2] = {};
+};
+
+// A chunk of 16 numbers, as the cache has them: all those of 4 bits, or the first eight of int8.
+struct CodedChunk {
+  EightBytes bytes;
+  uint32_t scale = 0;  // of its group
+};
+
+// K, or V, of calls that HaveProductsOf16Bits: chunks of numbers, each times the scale of its
+// group, as numbers of type E. The products are exact. int8 has no groups.
+template <typename E>
+class ScaledChunks {
+ public:
+  __device__ __forceinline__ ScaledChunks(DType dtype, const GroupScales& scales)
+      : dtype_(dtype), scale_dtype_(scales.dtype) {
+    const bool are_fractions = dtype == DType::kFloat4E2M1;
+    unit_ = gpu::Pack(1, 1, E{});
+    if (are_fractions) unit_ = gpu::Pack(Float4E2M1Codes::kUnit, Float4E2M1Codes::kUnit, E{});
+    constexpr int kMore = gpu::kRaised;
+    const uint64_t low = are_fractions ? kLowTable<Float4E2M1Codes, kMore>
+                                       : kLowTable<Int4Codes, kMore>;
+    const uint64_t high = are_fractions ? kHighTable<Float4E2M1Codes, kMore>
+                                        : kHighTable<Int4Codes, kMore>;
+    low_[0] = static_cast<uint32_t>(low), low_[1] = static_cast<uint32_t>(low >> 32);
+    high_[0] = static_cast<uint32_t>(high), high_[1] = static_cast<uint32_t>(high >> 32);
+  }
+
+  // Its first and its last eight products. more: its last eight numbers, of int8.
+  __device__ __forceinline__ void Multiply(const CodedChunk& chunk, const EightBytes& more,
+                                           FourPairs (&products)[2]) const {
+    if (dtype_ == DType::kInt8) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        uint32_t pairs[2];
+        gpu::Expand((i < 2 ? chunk.bytes : more).words[i % 2], int8_t{}, pairs, E{});
+        products[i / 2].pair[i % 2 * 2] = pairs[0];
+        products[i / 2].pair[i % 2 * 2 + 1] = pairs[1];
+      }
+      return;
+    }
+    const uint32_t factor = Factor(chunk.scale);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t codes = chunk.bytes.words[i / 2] >> i % 2 * 16;
+      const uint32_t raised =
+          gpu::LookUpPositive(low_, codes) | gpu::LookUpPositive(high_, codes ^ 0x8888);
+      uint32_t pairs[2];
+      gpu::ExpandRaised(raised, pairs, E{});
+      products[i / 2].pair[i % 2 * 2] = gpu::MultiplyPairs(pairs[0], factor, E{});
+      products[i / 2].pair[i % 2 * 2 + 1] = gpu::MultiplyPairs(pairs[1], factor, E{});
+    }
+  }
+
+ private:
+  // A scale times the unit of the codes, twice.
+  __device__ __forceinline__ uint32_t Factor(uint32_t scale) const {
+    if (scale_dtype_ == DType::kFloat8E4M3) {
+      uint32_t pairs[2];
+      gpu::Expand(scale * 0x0101, Float8E4M3{}, pairs, E{});
+      return gpu::MultiplyPairs(pairs[0], unit_, E{});
+    }
+    if (scale_dtype_ == DType::kFloat8E8M0) {
+      const float power = ::xla_gpu::ToFloat(Float8E8M0{static_cast<uint8_t>(scale)});
+      return gpu::MultiplyPairs(gpu::Pack(power, power, E{}), unit_, E{});
+    }
+    return unit_;
+  }
+
+  const DType dtype_;
+  const DType scale_dtype_;
+  uint32_t unit_;
+  uint32_t low_[2];   // of codes below 8, raised
+  uint32_t high_[2];  // of the others
 };
 
 // The factors of the numbers of a row, one number after the other.
