@@ -97,8 +97,8 @@ def _has_groups(scales: Any) -> bool:
 
 
 def has_products_of_16_bits(inputs: Any, attributes: dict[str, Any]) -> bool:
-    """Whether a number of the cache times the scale of its group always has 16 bits: then tensor cores
-    can multiply rows with scales of groups."""
+    """Whether a number of the cache times the scale of its group always has 16 bits. If so, tensor
+    cores can multiply rows with scales of groups."""
     query, keys, *_ = inputs
     sides = [("k_scale", keys)]
     if "value_head_size" not in attributes:  # else V is a part of K
@@ -114,7 +114,8 @@ def has_products_of_16_bits(inputs: Any, attributes: dict[str, Any]) -> bool:
         if name == "k_scale" and query.dtype == np.float16:  # K has the type of the query
             dtypes = dtypes[:1]
         is_small = has_4_bits and scales.dtype.name in dtypes
-        if not is_small or row_size // scales.shape[3] % 16 != 0:
+        size = row_size // scales.shape[3]
+        if not is_small or size % 16 != 0 or size & (size - 1) != 0:
             return False
     return True
 

@@ -208,9 +208,7 @@ def test_a_sequence_has_the_same_bits_in_any_batch(
     attributes = batch_case(dtype, sequences, **of_cache).attributes() | attributes | {"scale": 0.2}
     inputs, starts = batch(dtype, sequences, **of_cache)
     query, kv_cache, context_lens, tables, *_ = inputs
-    together = attend(
-        each_kernel, [*inputs[:5], np.array(len(sequences), I32)], **attributes
-    )
+    together = attend(each_kernel, [*inputs[:5], np.array(len(sequences), I32)], **attributes)
     for order in ([5, 2, 4, 0, 1, 3], [3, 2], *([s] for s in range(len(sequences)))):
         for padding in (0, 5):
             rows = np.concatenate([query[starts[s] : starts[s + 1]] for s in order])

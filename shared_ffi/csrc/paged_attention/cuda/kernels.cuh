@@ -33,10 +33,9 @@ inline constexpr bool kHas4Bits = kIsOneOf<C, Int4OrInt8, ScaledCode>;
 
 // Of16Bits, Of8Bits or Of4Bits, for a cache of type C. Nothing where CUDA cores multiply by scales.
 template <typename C, typename Of16Bits, typename Of8Bits, typename Of4Bits>
-using OfCache =
-    std::conditional_t<std::is_same_v<C, ScaledByte>, std::integer_sequence<int>,
-                       std::conditional_t<kHas4Bits<C>, Of4Bits,
-                                          std::conditional_t<kIs8Bit<C>, Of8Bits, Of16Bits>>>;
+using OfCache = std::conditional_t<
+    std::is_same_v<C, ScaledByte>, std::integer_sequence<int>,
+    std::conditional_t<kHas4Bits<C>, Of4Bits, std::conditional_t<kIs8Bit<C>, Of8Bits, Of16Bits>>>;
 
 // Whether one of these sizes is at least kHeadSize.
 template <int kHeadSize, int... kSizes>

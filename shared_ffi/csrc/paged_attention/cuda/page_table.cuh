@@ -137,6 +137,9 @@ class CopiedPositions {
   __device__ __forceinline__ PlainSlot SlotOf(int tile, int step) const {
     return {gpu::Shuffle(offset_, LaneOf(tile, step))};
   }
+  __device__ __forceinline__ bool Exists(int tile, int step) const {
+    return gpu::Shuffle(static_cast<int32_t>(offset_ >> 32), LaneOf(tile, step)) >= 0;
+  }
   // The lane whose position it is.
   static __device__ __forceinline__ int LaneOf(int tile, int step) {
     constexpr int kRows = gpu::kWarpSize / kLanes;

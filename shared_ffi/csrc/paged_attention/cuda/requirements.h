@@ -31,11 +31,14 @@ bool IsAligned(const Params& p) {
 
 // Whether tensor cores can multiply a cache whose rows have scales of groups, or codes of e2m1: the
 // product of a number of 4 bits and a scale of 8 bits is a number of 16 bits. But K has the type of
-// the query, and float16 has no room for the powers of two of float8_e8m0. A chunk has one scale.
+// the query, and float16 has no room for the powers of two of float8_e8m0. A chunk of 16 numbers
+// has one scale, which is found by a shift.
 inline bool HasProductsOf16Bits(const Params& p) {
   const auto fits = [&](DType dtype, const GroupScales& groups, const KvScales& rows) {
     if (groups.data == rows.data) return Is4Bit(dtype) || dtype == DType::kInt8;
-    return Is4Bit(dtype) && IsQuantized(groups.dtype) && groups.group_size % 16 == 0;
+    const int64_t size = groups.group_size;
+    const bool has_shift = size % 16 == 0 && (size & (size - 1)) == 0;
+    return Is4Bit(dtype) && IsQuantized(groups.dtype) && has_shift;
   };
   return fits(p.cache_dtype, p.k_groups, p.k_scale) &&
          fits(p.value_cache_dtype, p.v_groups, p.v_scale) &&

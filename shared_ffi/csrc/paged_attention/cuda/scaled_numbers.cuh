@@ -83,14 +83,14 @@ class ScaledNumbers {
   const float global_;
 };
 
-struct alignas(8) EightBytes {
-  uint32_t words[2] = {};
-};
+// The logarithm of a size that is a power of two.
+__device__ __forceinline__ int LogOfGroupSize(const GroupScales& scales) {
+  return 31 - __clz(static_cast<int>(scales.group_size));
+}
 
-// A chunk of 16 numbers, as the cache has them: all those of 4 bits, or the first eight of int8.
-struct CodedChunk {
-  EightBytes bytes;
-  uint32_t scale = 0;  // of its group
+// A chunk of 16 numbers of 4 bits, or the first eight of one of int8, as the cache has them.
+struct alignas(8) CodedChunk {
+  uint32_t words[2] = {};
 };
 
 // K, or V, of calls that HaveProductsOf16Bits: chunks of numbers, each times the scale of its
@@ -104,31 +104,48 @@ class ScaledChunks {
     unit_ = gpu::Pack(1, 1, E{});
     if (are_fractions) unit_ = gpu::Pack(Float4E2M1Codes::kUnit, Float4E2M1Codes::kUnit, E{});
     constexpr int kMore = gpu::kRaised;
-    const uint64_t low = are_fractions ? kLowTable<Float4E2M1Codes, kMore>
-                                       : kLowTable<Int4Codes, kMore>;
-    const uint64_t high = are_fractions ? kHighTable<Float4E2M1Codes, kMore>
-                                        : kHighTable<Int4Codes, kMore>;
+    const uint64_t low =
+        are_fractions ? kLowTable<Float4E2M1Codes, kMore> : kLowTable<Int4Codes, kMore>;
+    const uint64_t high =
+        are_fractions ? kHighTable<Float4E2M1Codes, kMore> : kHighTable<Int4Codes, kMore>;
     low_[0] = static_cast<uint32_t>(low), low_[1] = static_cast<uint32_t>(low >> 32);
     high_[0] = static_cast<uint32_t>(high), high_[1] = static_cast<uint32_t>(high >> 32);
   }
 
-  // Its first and its last eight products. more: its last eight numbers, of int8.
-  __device__ __forceinline__ void Multiply(const CodedChunk& chunk, const EightBytes& more,
-                                           FourPairs (&products)[2]) const {
+  // Calls use(kind), of type std::integral_constant: int8, or the dtype of the scales. That of
+  // float8_e8m0 stands for codes without groups, too.
+  template <typename Use>
+  __device__ __forceinline__ void WithKind(const Use& use) const {
     if (dtype_ == DType::kInt8) {
+      use(std::integral_constant<DType, DType::kInt8>());
+    } else if (scale_dtype_ == DType::kFloat8E4M3) {
+      use(std::integral_constant<DType, DType::kFloat8E4M3>());
+    } else {
+      use(std::integral_constant<DType, DType::kFloat8E8M0>());
+    }
+  }
+
+  // The first and the last eight products of a chunk: zeros if it does not exist. more: its last
+  // eight numbers, of int8.
+  template <DType kKind>
+  __device__ __forceinline__ void Multiply(const CodedChunk& chunk, const CodedChunk& more,
+                                           uint8_t scale, bool exists,
+                                           FourPairs (&products)[2]) const {
+    if constexpr (kKind == DType::kInt8) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         uint32_t pairs[2];
-        gpu::Expand((i < 2 ? chunk.bytes : more).words[i % 2], int8_t{}, pairs, E{});
+        const uint32_t word = (i < 2 ? chunk : more).words[i % 2];
+        gpu::Expand(exists ? word : 0, int8_t{}, pairs, E{});
         products[i / 2].pair[i % 2 * 2] = pairs[0];
         products[i / 2].pair[i % 2 * 2 + 1] = pairs[1];
       }
       return;
     }
-    const uint32_t factor = Factor(chunk.scale);
+    const uint32_t factor = exists ? Factor<kKind>(scale) : 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const uint32_t codes = chunk.bytes.words[i / 2] >> i % 2 * 16;
+      const uint32_t codes = chunk.words[i / 2] >> i % 2 * 16;
       const uint32_t raised =
           gpu::LookUpPositive(low_, codes) | gpu::LookUpPositive(high_, codes ^ 0x8888);
       uint32_t pairs[2];
@@ -140,17 +157,16 @@ class ScaledChunks {
 
  private:
   // A scale times the unit of the codes, twice.
-  __device__ __forceinline__ uint32_t Factor(uint32_t scale) const {
-    if (scale_dtype_ == DType::kFloat8E4M3) {
+  template <DType kKind>
+  __device__ __forceinline__ uint32_t Factor(uint8_t scale) const {
+    if constexpr (kKind == DType::kFloat8E4M3) {
       uint32_t pairs[2];
       gpu::Expand(scale * 0x0101, Float8E4M3{}, pairs, E{});
       return gpu::MultiplyPairs(pairs[0], unit_, E{});
     }
-    if (scale_dtype_ == DType::kFloat8E8M0) {
-      const float power = ::xla_gpu::ToFloat(Float8E8M0{static_cast<uint8_t>(scale)});
-      return gpu::MultiplyPairs(gpu::Pack(power, power, E{}), unit_, E{});
-    }
-    return unit_;
+    if (!IsQuantized(scale_dtype_)) return unit_;
+    const float power = ::xla_gpu::ToFloat(Float8E8M0{scale});
+    return gpu::MultiplyPairs(gpu::Pack(power, power, E{}), unit_, E{});
   }
 
   const DType dtype_;

@@ -30,11 +30,11 @@ struct TensorCoreLayout {
   static constexpr int kTile = kHeadSize <= 128 ? 64 : 32;  // positions
   // KV tiles in memory. Products of codes and scales are twice as large as int8. The next tile's
   // codes wait in registers until everyone has left the tile.
-  static constexpr int kStages = kIs8Bit<Key>                            ? 3
+  static constexpr int kStages = kIs8Bit<Key>                                   ? 3
                                  : std::is_same_v<C, ScaledCode> && kTile == 64 ? 1
-                                                                         : 2;
+                                                                                : 2;
   static constexpr int kAhead = kStages == 1 ? 1 : kStages - 1;  // of copies before the products
-  static constexpr int kFewWarpRows = kTile == 64 ? 1 : 2;  // 16 positions for each warp
+  static constexpr int kFewWarpRows = kTile == 64 ? 1 : 2;       // 16 positions for each warp
   // Whether warps with the same rows can have equal shares of V: products take pairs of chunks.
   static constexpr bool kCanShareRows =
       kColumns / (kWarps / kFewWarpRows) % (2 * ValueRows::kChunk) == 0;
@@ -182,7 +182,7 @@ class TensorCoreItem {
         }
         if constexpr (kHasCodes) {
           if (kStages == kAhead && is_copied) __syncthreads();  // everyone has left the tile
-          if (copied < end) StoreNumbers(copied, coded);
+          if (copied < end) StoreNumbers(copied, n, coded);
         }
       }
     }
@@ -271,11 +271,14 @@ class TensorCoreItem {
     }
   }
 
-  // What a thread has read of the chunks of K and V of a KV tile that it copies.
+  // What a thread has read of the chunks of K and V of a KV tile that it copies. Without scaled
+  // codes, the first two alone.
   struct CodedChunks {
     CodedChunk keys[kChunksOfThread];
     CodedChunk values[kChunksOfThread];
-    EightBytes more[kHasScaledCodes ? kChunksOfThread : 1];  // of K or V of int8: not of both
+    CodedChunk more[kChunksOfThread];  // the last eight numbers of K or V of int8: not of both
+    uint8_t key_scales[kChunksOfThread];
+    uint8_t value_scales[kChunksOfThread];
   };
 
   // Calls use(n, to, step, column) for the chunks of a KV tile that the thread copies: the number
@@ -301,70 +304,89 @@ class TensorCoreItem {
   // StoreNumbers: after the products of another tile, during which the memory has time to answer.
   // `taken`: the number of the tile among those taken.
   __device__ CodedChunks ReadCodes(int32_t tile, int taken) const {
+    const bool have_key_codes = Is4Bit(p_.cache_dtype);
+    const bool have_value_codes = Is4Bit(p_.value_cache_dtype);
     CodedChunks read;
     ForChunks([&](int n, int to, int step, int column) {
-      const auto copy = [&](DType dtype, const C* from, bool exists, auto* place) -> CodedChunk {
-        CodedChunk chunk;
-        if (Is4Bit(dtype)) {
-          if (exists) chunk.bytes = *reinterpret_cast<const EightBytes*>(from + column / 2);
-        } else if constexpr (kHasScaledCodes) {
-          read.more[n] = {};
-          if (exists) {
-            const FourPairs bytes = *reinterpret_cast<const FourPairs*>(from + column);
-            chunk.bytes = {{bytes.pair[0], bytes.pair[1]}};
-            read.more[n] = {{bytes.pair[2], bytes.pair[3]}};
-          }
-        } else {
-          gpu::CopyAsync16(place + to, from + column, exists);
-        }
-        return chunk;
-      };
       const int64_t slot = BytesTo<C>(positions_.SlotOf(taken, step));
-      const bool has_key = slot >= 0 && column < p_.head_size;
-      const bool has_value = slot >= 0 && column < p_.value_head_size;
-      read.keys[n] =
-          copy(p_.cache_dtype, KeyOf<C>(p_, slot, item_.kv_head), has_key, layout_.Keys(tile));
-      read.values[n] = copy(p_.value_cache_dtype, ValueOf<C>(p_, slot, item_.kv_head), has_value,
-                            Values(tile));
+      const bool has_key = slot >= 0 && column < static_cast<int>(p_.head_size);
+      const bool has_value = slot >= 0 && column < static_cast<int>(p_.value_head_size);
+      const C* key = KeyOf<C>(p_, slot, item_.kv_head) + (have_key_codes ? column / 2 : column);
+      const C* value =
+          ValueOf<C>(p_, slot, item_.kv_head) + (have_value_codes ? column / 2 : column);
       if constexpr (kHasScaledCodes) {
-        const auto scale_of = [&](const GroupScales& scales, int64_t offset, bool exists) {
-          const int64_t first = gpu::Shuffle(offset, positions_.LaneOf(taken, step));
-          if (!IsQuantized(scales.dtype) || !exists) return uint8_t{0};
-          const auto group = static_cast<unsigned>(column) /
-                             static_cast<unsigned>(scales.group_size);
-          return static_cast<const uint8_t*>(scales.data)[first + group * scales.group_stride];
+        // What does not exist is read from the query, and left out by StoreNumbers: ptxas would
+        // wait for each load that only some lanes make.
+        const C* const some = static_cast<const C*>(p_.query);
+        if (!has_key) key = some;
+        if (!has_value) value = some;
+        read.keys[n] = LoadChunk(key);
+        read.values[n] = LoadChunk(value);
+        const C* const more = have_value_codes ? some : value + 8;
+        read.more[n] = LoadChunk(have_key_codes ? more : key + 8);
+        const int lane = positions_.LaneOf(taken, step);
+        const auto load_scale = [&](const GroupScales& scales, int64_t of_lane, bool exists) {
+          const int64_t first = gpu::Shuffle(of_lane, lane);
+          // Opaque, or it is computed behind a branch.
+          const int64_t offset =
+              gpu::Opaque(first + (column >> LogOfGroupSize(scales)) * scales.group_stride);
+          const bool is_one = exists && IsQuantized(scales.dtype);
+          return *(is_one ? static_cast<const uint8_t*>(scales.data) + offset : &some->bits);
         };
-        read.keys[n].scale = scale_of(p_.k_groups, scales_of_keys_, has_key);
-        read.values[n].scale = scale_of(p_.v_groups, scales_of_values_, has_value);
+        read.key_scales[n] = load_scale(p_.k_groups, scales_of_keys_, has_key);
+        read.value_scales[n] = load_scale(p_.v_groups, scales_of_values_, has_value);
+      } else {
+        const auto copy = [&](bool are_codes, const C* from, bool exists, CodedChunk* chunk,
+                              C* place) {
+          if (are_codes) {
+            *chunk = exists ? LoadChunk(from) : CodedChunk();
+          } else {
+            gpu::CopyAsync16(place + to, from, exists);
+          }
+        };
+        copy(have_key_codes, key, has_key, &read.keys[n], layout_.Keys(tile));
+        copy(have_value_codes, value, has_value, &read.values[n], Values(tile));
       }
     });
     return read;
   }
+  static __device__ __forceinline__ CodedChunk LoadChunk(const C* from) {
+    return *reinterpret_cast<const CodedChunk*>(from);
+  }
 
-  __device__ void StoreNumbers(int32_t tile, const CodedChunks& read) const {
+  __device__ void StoreNumbers(int32_t tile, int taken, const CodedChunks& read) const {
     if constexpr (kHasScaledCodes) {
-      const ScaledChunks<Key> keys(p_.cache_dtype, p_.k_groups);
-      const ScaledChunks<Value> values(p_.value_cache_dtype, p_.v_groups);
-      ForChunks([&](int n, int to, int /*step*/, int /*column*/) {
-        const auto store = [&](const auto& chunks, const CodedChunk& chunk, auto* place) {
-          FourPairs products[2];
-          chunks.Multiply(chunk, read.more[n], products);
-          *reinterpret_cast<FourPairs*>(place + to) = products[0];
-          static_assert(CacheRows::kIsSwizzled, "the other chunk of a pair is behind or before it");
-          *reinterpret_cast<FourPairs*>(place + (to ^ CacheRows::kChunk)) = products[1];
-        };
-        store(keys, read.keys[n], layout_.Keys(tile));
-        store(values, read.values[n], Values(tile));
+      bool exist[kChunksOfThread];  // the positions
+      ForChunks([&](int n, int /*to*/, int step, int /*column*/) {
+        exist[n] = positions_.Exists(taken, step);
       });
+      const auto store = [&](DType dtype, const GroupScales& scales, const auto& chunks,
+                             const auto& scales_of_chunks, int64_t row_size, auto* place) {
+        using Number = std::remove_pointer_t<decltype(place)>;
+        const ScaledChunks<Number> scaled(dtype, scales);
+        scaled.WithKind([&](auto kind) {
+          ForChunks([&](int n, int to, int /*step*/, int column) {
+            const bool exists = exist[n] && column < static_cast<int>(row_size);
+            FourPairs products[2];
+            scaled.template Multiply<kind>(chunks[n], read.more[n], scales_of_chunks[n], exists,
+                                           products);
+            static_assert(CacheRows::kIsSwizzled, "the second half is behind the first, or before");
+            *reinterpret_cast<FourPairs*>(place + to) = products[0];
+            *reinterpret_cast<FourPairs*>(place + (to ^ CacheRows::kChunk)) = products[1];
+          });
+        });
+      };
+      store(p_.cache_dtype, p_.k_groups, read.keys, read.key_scales, p_.head_size,
+            layout_.Keys(tile));
+      store(p_.value_cache_dtype, p_.v_groups, read.values, read.value_scales, p_.value_head_size,
+            Values(tile));
     } else {
       ForChunks([&](int n, int to, int /*step*/, int /*column*/) {
         const auto store = [&](DType dtype, const CodedChunk& chunk, C* place) {
           if (dtype != DType::kInt4) return;
           FourPairs numbers;
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            numbers.pair[i] = Expand4(chunk.bytes.words[i / 2] >> i % 2 * 16);
-          }
+          for (int i = 0; i < 4; ++i) numbers.pair[i] = Expand4(chunk.words[i / 2] >> i % 2 * 16);
           *reinterpret_cast<FourPairs*>(place + to) = numbers;
         };
         store(p_.cache_dtype, read.keys[n], layout_.Keys(tile));
@@ -381,7 +403,8 @@ class TensorCoreItem {
       KeyProducts::MultiplyByKeys(layout_.query, WarpRow(), layout_.Keys(tile), 0, logits);
     } else {
       float own[kKeys / 8][4] = {};
-      KeyProducts::MultiplyByKeys(layout_.query, WarpRow(), layout_.Keys(tile), Part() * kKeys, own);
+      KeyProducts::MultiplyByKeys(layout_.query, WarpRow(), layout_.Keys(tile), Part() * kKeys,
+                                  own);
       Show(own, logits);
     }
     if constexpr (kIs8Bit<C>) Products::ScaleLogits(scales, logits);
@@ -465,7 +488,8 @@ class TensorCoreItem {
     const auto chunk = [&](unsigned i) {
       return values + ValueRows::Offset(i / kChunks, i % kChunks);
     };
-    if (!__syncthreads_or(HoldsNonFinite<Value>(threadIdx.x, kTile * kChunks, kThreads, chunk))) return;
+    if (!__syncthreads_or(HoldsNonFinite<Value>(threadIdx.x, kTile * kChunks, kThreads, chunk)))
+      return;
     softmax.template AddNonFinite<kTile>(
         begin, products_[0].sums,
         [&](int j, int n, int e) {
@@ -496,13 +520,14 @@ class TensorCoreItem {
   RowState states_[1][2] = {{Softmax::kNoLogits, Softmax::kNoLogits}};
   Products products_[1];
   Positions positions_;
-  [[maybe_unused]] int64_t scales_of_keys_ = 0;  // of groups: where those of the lane's position begin
+  [[maybe_unused]] int64_t scales_of_keys_ =
+      0;  // of groups: where those of the lane's position begin
   [[maybe_unused]] int64_t scales_of_values_ = 0;
   bool is_bad_;
 };
 
-// The thread blocks that the registers of a multiprocessor suffice for: on Hopper, whose memory asks
-// for them, three of those that expand codes for few rows.
+// The thread blocks that the registers of a multiprocessor suffice for: on Hopper, whose memory
+// asks for them, three of those that expand codes for few rows.
 template <typename C, int kWarpRows>
 inline constexpr int kLeastBlocks =
 #if __CUDA_ARCH__ >= 900
