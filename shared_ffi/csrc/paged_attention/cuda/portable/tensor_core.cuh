@@ -28,12 +28,12 @@ struct TensorCoreLayout {
   static constexpr int kColumns = kIsWide ? kMaxColumns : kHeadSize;
   using ValueRows = std::conditional_t<kIsLatent, CacheRows, SharedRows<Value, kColumns>>;
   static constexpr int kTile = kHeadSize <= 128 ? 64 : 32;  // positions
-  // KV tiles in memory. Products of codes and scales are twice as large as int8. The next tile's
-  // codes wait in registers until everyone has left the tile.
+  // KV tiles in memory: one of products of codes and scales, which are twice as large as int8. The
+  // next tile's codes wait in registers until everyone has left it.
   static constexpr int kStages = kIs8Bit<Key>                                   ? 3
                                  : std::is_same_v<C, ScaledCode> && kTile == 64 ? 1
                                                                                 : 2;
-  static constexpr int kAhead = kStages == 1 ? 1 : kStages - 1;  // of copies before the products
+  static constexpr int kAhead = kStages == 1 ? 1 : kStages - 1;  // tiles that are copied meanwhile
   static constexpr int kFewWarpRows = kTile == 64 ? 1 : 2;       // 16 positions for each warp
   // Whether warps with the same rows can have equal shares of V: products take pairs of chunks.
   static constexpr bool kCanShareRows =
@@ -488,8 +488,8 @@ class TensorCoreItem {
     const auto chunk = [&](unsigned i) {
       return values + ValueRows::Offset(i / kChunks, i % kChunks);
     };
-    if (!__syncthreads_or(HoldsNonFinite<Value>(threadIdx.x, kTile * kChunks, kThreads, chunk)))
-      return;
+    const bool is_found = HoldsNonFinite<Value>(threadIdx.x, kTile * kChunks, kThreads, chunk);
+    if (!__syncthreads_or(is_found)) return;
     softmax.template AddNonFinite<kTile>(
         begin, products_[0].sums,
         [&](int j, int n, int e) {
@@ -520,8 +520,8 @@ class TensorCoreItem {
   RowState states_[1][2] = {{Softmax::kNoLogits, Softmax::kNoLogits}};
   Products products_[1];
   Positions positions_;
-  [[maybe_unused]] int64_t scales_of_keys_ =
-      0;  // of groups: where those of the lane's position begin
+  // Where the scales of groups of the lane's position begin.
+  [[maybe_unused]] int64_t scales_of_keys_ = 0;
   [[maybe_unused]] int64_t scales_of_values_ = 0;
   bool is_bad_;
 };
