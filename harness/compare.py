@@ -104,7 +104,8 @@ def has_products_of_16_bits(inputs: Any, attributes: dict[str, Any]) -> bool:
     if "value_head_size" not in attributes:  # else V is a part of K
         sides.append(("v_scale", attributes.get("value_cache", keys)))
     for name, cache in sides:
-        scales, has_4_bits = attributes.get(name), cache.dtype.name in ("uint8", "float4_e2m1fn")
+        scales: Any = attributes.get(name)
+        has_4_bits = cache.dtype.name in ("uint8", "float4_e2m1fn")
         if not _has_groups(scales):
             if not has_4_bits and cache.dtype != np.int8:
                 return False

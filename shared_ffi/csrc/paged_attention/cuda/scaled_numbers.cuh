@@ -93,7 +93,7 @@ struct alignas(8) CodedChunk {
   uint32_t words[2] = {};
 };
 
-// K, or V, of calls that HaveProductsOf16Bits: chunks of numbers, each times the scale of its
+// K, or V, of a call that HasProductsOf16Bits: chunks of numbers, each times the scale of its
 // group, as numbers of type E. The products are exact. int8 has no groups.
 template <typename E>
 class ScaledChunks {
