@@ -526,14 +526,10 @@ class TensorCoreItem {
   bool is_bad_;
 };
 
-// The thread blocks that the registers of a multiprocessor suffice for: on Hopper, whose memory
-// asks for them, three of those that expand codes for few rows.
+// The thread blocks that the registers of a multiprocessor suffice for. Those that expand codes for
+// few rows wait longest for the memory.
 template <typename C, int kWarpRows>
-inline constexpr int kLeastBlocks =
-#if __CUDA_ARCH__ >= 900
-    std::is_same_v<C, ScaledCode> && kWarpRows == 1 ? 3 :
-#endif
-                                                    2;
+inline constexpr int kLeastBlocks = std::is_same_v<C, ScaledCode> && kWarpRows == 1 ? 3 : 2;
 
 // Computes work items of up to kWarpRows groups of 16 rows. kWarpRows is kWarps or
 // Layout::kFewWarpRows. kHasFewRows: warps share the rows of items of few.
