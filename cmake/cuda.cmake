@@ -62,7 +62,7 @@ message(STATUS "GPUs to compile for: ${ARCHITECTURES}; head sizes: ${XLA_GPU_HEA
 list(JOIN XLA_GPU_CUDA_CORE_COLUMNS ", " COLUMNS)
 list(JOIN XLA_GPU_HEAD_SIZES ", " HEAD_SIZES)
 list(JOIN XLA_GPU_HEAD_SIZES_OF_8_BITS ", " OF_8_BITS)
-# Caches with int4 have the fewest: a smaller head takes the next larger size.
+# Caches of 4 bits have the fewest: a smaller head takes the next larger size.
 set(HEAD_SIZES_OF_4_BITS ${XLA_GPU_HEAD_SIZES_OF_8_BITS})
 list(FILTER HEAD_SIZES_OF_4_BITS EXCLUDE REGEX "^64$")
 list(JOIN XLA_GPU_TENSOR_CORE_TYPES ", " TYPES)
@@ -167,11 +167,11 @@ endif()
 # One unit for each type of query, type of cache and head size. Further arguments: definitions.
 function(add_kernel_of_caches kernel source architectures head_sizes head_sizes_of_8_bits head_sizes_of_4_bits)
   foreach(storage ${XLA_GPU_TENSOR_CORE_TYPES})
-    foreach(cache ${storage} Float8E4M3 Float8E5M2 int8_t Int4OrInt8)
+    foreach(cache ${storage} Float8E4M3 Float8E5M2 int8_t Int4OrInt8 ScaledCode)
       set(sizes ${head_sizes_of_8_bits})
       if(cache STREQUAL storage)
         set(sizes ${head_sizes})
-      elseif(cache STREQUAL "Int4OrInt8")
+      elseif(cache MATCHES "^(Int4OrInt8|ScaledCode)$")
         set(sizes ${head_sizes_of_4_bits})
       endif()
       foreach(head_size ${sizes})

@@ -37,6 +37,7 @@ TYPES = {
     "NS_10Float8E5M2E": "float8_e5m2",
     "NS_10Int4OrInt8E": "uint8",
     "NS_10ScaledByteE": "of groups",
+    "NS_10ScaledCodeE": "codes",
 }
 """Types by their mangled names. In a kernel's name, S2_ or so repeats an earlier type."""
 _TYPE = rf"(?:{'|'.join(TYPES)}|S\d*_)"
@@ -95,16 +96,16 @@ def kernels(objects: list[str]) -> list[dict[str, Any]]:
 
 
 def add_occupancy(
-    found: list[dict[str, Any]], launches: list[tuple[str, int, int, int, int, int]]
+    found: list[dict[str, Any]], launches: list[tuple[str, int, str, int, int, int]]
 ) -> None:
     """Adds shared memory, and how many thread blocks fit a multiprocessor of each GPU that runs the
     code, by compute capability."""
     launched = {tuple(key): rest for *key, rest in ((*x[:4], x[4:]) for x in launches)}
     for entry in found:
-        cache_bytes = 0
-        if entry["cache"]:
-            cache_bytes = 2 if entry["cache"] == entry["storage"] else 1
-        key = (entry["kernel"], entry["size"], cache_bytes, entry["variant"])
+        cache = entry["cache"]
+        if cache not in ("", "uint8", "codes"):
+            cache = "16 bits" if cache == entry["storage"] else "8 bits"
+        key = (entry["kernel"], entry["size"], cache, entry["variant"])
         threads, shared_bytes = launched.get(key, (256, 0))
         of_block = -(-entry["registers"] // 8) * 8 * threads
         entry["shared_bytes"] = shared_bytes

@@ -90,6 +90,37 @@ def assert_close_on_cuda(actual: Any, inputs: Any, attributes: dict[str, Any]) -
     Oracle(inputs, attributes).assert_close_on_cuda(actual)
 
 
+def _has_groups(scales: Any) -> bool:
+    """Whether these scales are of groups: a float32 one for a whole row is one of its position."""
+    is_of_rows = scales is None or scales.ndim < 4
+    return not is_of_rows and (scales.shape[3] > 1 or scales.dtype != np.float32)
+
+
+def has_products_of_16_bits(inputs: Any, attributes: dict[str, Any]) -> bool:
+    """Whether a number of the cache times the scale of its group always has 16 bits. If so, tensor
+    cores can multiply rows with scales of groups."""
+    query, keys, *_ = inputs
+    sides = [("k_scale", keys)]
+    if "value_head_size" not in attributes:  # else V is a part of K
+        sides.append(("v_scale", attributes.get("value_cache", keys)))
+    for name, cache in sides:
+        scales: Any = attributes.get(name)
+        has_4_bits = cache.dtype.name in ("uint8", "float4_e2m1fn")
+        if not _has_groups(scales):
+            if not has_4_bits and cache.dtype != np.int8:
+                return False
+            continue
+        row_size = unpacked(cache).shape[-1] if cache is not keys else query.shape[-1]
+        dtypes = ["float8_e4m3fn", "float8_e8m0fnu"]
+        if name == "k_scale" and query.dtype == np.float16:  # K has the type of the query
+            dtypes = dtypes[:1]
+        is_small = has_4_bits and scales.dtype.name in dtypes
+        size = row_size // scales.shape[3]
+        if not is_small or size % 16 != 0 or size & (size - 1) != 0:
+            return False
+    return True
+
+
 class Oracle:
     """The oracle's result of a call of paged_attention, computed once for several comparisons."""
 
@@ -115,11 +146,10 @@ class Oracle:
         if columns is not None:
             of_keys = {name: x for name, x in attributes.items() if name in ("k_scale", "k_global")}
             self._with_lse |= {f"v{name[1:]}": x for name, x in of_keys.items()}
-        self._multiplies_rows = codes is not None or any(
-            array.ndim == 4 and (array.shape[3] > 1 or array.dtype != np.float32)
-            for name, array in attributes.items()
-            if name in ("k_scale", "v_scale") and array is not None
+        self._has_codes = codes is not None or any(
+            _has_groups(attributes.get(name)) for name in ("k_scale", "v_scale")
         )
+        self._multiplies_rows = self._has_codes and not has_products_of_16_bits(inputs, attributes)
         self._output, self._lse = self._attend(self._kv_cache)
 
     def _attend(self, kv_cache: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -145,12 +175,13 @@ class Oracle:
         """Compares within the error of the CUDA kernel that runs."""
         query, cache, head_size = self._query.dtype, self._kv_cache.dtype, self._query.shape[2]
         largest = (576 if self._is_latent else 512) if cache == query else 256
+        unit = 16 if self._has_codes else 16 // cache.itemsize
         on_tensor_cores = (
             query.itemsize == 2
             and not self._multiplies_rows
             and head_size <= largest
             and self._columns <= 512
-            and all(size * cache.itemsize % 16 == 0 for size in (head_size, self._columns))
+            and all(size % unit == 0 for size in (head_size, self._columns))
         )
         weights = query.name if cache == query else "bfloat16"
         self._assert_close(actual, weights if on_tensor_cores else None)

@@ -85,6 +85,13 @@ NVFP4: dict[str, Any] = {
     "cache_dtype": "e2m1",
     "groups": Groups(16, "float8_e4m3fn", has_globals=True),
 }
+MXFP4: dict[str, Any] = {"cache_dtype": "e2m1", "groups": Groups(32, "float8_e8m0fnu")}
+INT8_NVFP4: dict[str, Any] = {
+    "cache_dtype": "int8",
+    "value_cache_dtype": "e2m1",
+    "groups": Groups(16, "float8_e4m3fn", has_globals=True, of=("v_scale",)),
+    "kv_layout": "nbhd",
+}
 
 
 def scale_arrays(

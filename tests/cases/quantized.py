@@ -14,7 +14,9 @@ from harness.layouts import SEPARATE_LAYOUTS
 from harness.reference import scale_factors
 from tests.cases.case import (
     CHUNKED,
+    INT8_NVFP4,
     MIXED,
+    MXFP4,
     NVFP4,
     SCALES,
     Case,
@@ -142,20 +144,14 @@ def _groups() -> Iterator[Case]:
     """Scales of groups, and codes of e2m1."""
     formats: dict[str, dict[str, Any]] = {
         "nvfp4": NVFP4,
-        "mxfp4": {"cache_dtype": "e2m1", "groups": Groups(32, "float8_e8m0fnu")},
+        "mxfp4": MXFP4,
         "int4-g32": {"cache_dtype": "int4", "groups": Groups(32, "float16")},
         "int8-g32": {"cache_dtype": "int8", "groups": Groups(32, "bfloat16")},
         "float8_e4m3fn-g16": {"cache_dtype": "float8_e4m3fn", "groups": Groups(16)},
     }
-    pair: dict[str, Any] = {
-        "cache_dtype": "int8",
-        "value_cache_dtype": "e2m1",
-        "groups": Groups(16, "float8_e4m3fn", has_globals=True, of=("v_scale",)),
-        "kv_layout": "nbhd",
-    }
     common: dict[str, Any] = {"num_heads": 12, "num_kv_heads": 3, "block_size": 8, "head_size": 64}
     for (name, fields), (batch, (_, sequences)) in product(
-        (formats | {"int8-nvfp4": pair}).items(), BATCHES.items()
+        (formats | {"int8-nvfp4": INT8_NVFP4}).items(), BATCHES.items()
     ):
         lse = {"return_lse": batch == "mixed"}
         yield from each_dtype(f"{name}-{batch}", sequences=sequences, **common | fields | lse)
@@ -214,8 +210,11 @@ GROUP_CASES = [
 ]
 
 
-def in_float32(inputs: Inputs, attributes: dict[str, Any]) -> tuple[Inputs, dict[str, Any]]:
-    """The same call with what the numbers and scales of a cache stand for, in two arrays."""
+def with_products(
+    inputs: Inputs, attributes: dict[str, Any], dtype: Any = np.float32
+) -> tuple[Inputs, dict[str, Any]]:
+    """The same call with what the numbers and scales of a cache stand for, in two arrays of a dtype
+    that can hold it. It is that of the query, too."""
     values = attributes.get("value_cache")
     is_latent = "value_head_size" in attributes
     others = dict(attributes)
@@ -227,12 +226,15 @@ def in_float32(inputs: Inputs, attributes: dict[str, Any]) -> tuple[Inputs, dict
     columns = cache.shape[-1] if values is None else unpacked(values, codes).shape[-1]
     keys, rows = cache[:, :, 0::2].astype(np.float32), np.indices(cache.shape[:2])
     keys *= scale_factors((*rows,), k_scale, k_global, keys.shape[-1])
-    inputs = inputs._replace(kv_cache=keys, query=inputs.query.astype(np.float32))
+    inputs = inputs._replace(kv_cache=keys.astype(dtype), query=inputs.query.astype(dtype))
+    np.testing.assert_array_equal(inputs.kv_cache.astype(np.float32), keys)
     if is_latent:
         return inputs, others | {"kv_layout": "nbhd"}
     found = cache[:, :, 1::2, :columns].astype(np.float32)
     found *= scale_factors((*rows,), v_scale, v_global, columns)
-    return inputs, others | {"value_cache": found}
+    values = found.astype(dtype)
+    np.testing.assert_array_equal(values.astype(np.float32), found)
+    return inputs, others | {"value_cache": values}
 
 
 def in_int8(inputs: Inputs, attributes: dict[str, Any]) -> tuple[Inputs, dict[str, Any]]:

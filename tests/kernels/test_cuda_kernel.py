@@ -28,7 +28,7 @@ from harness.compare import assert_close_on_cuda, assert_same_bits
 from shared_ffi import kv_cache_update, paged_attention, simple_add
 from shared_ffi.spec import ArraySpec
 from tests.cases.all import CASES, LONG_CASES, UPDATE_CASES
-from tests.cases.case import FEATURES, JUNK, NVFP4, Case, Groups
+from tests.cases.case import FEATURES, INT8_NVFP4, JUNK, MXFP4, NVFP4, Case, Groups
 from tests.cases.random_calls import attention_cases
 from tests.cases.updates import UpdateCase
 from tests.support import scripts, selection, without_python
@@ -1152,7 +1152,7 @@ def test_faulty_metadata(what: str, dtype: str, each_kernel: Gpu) -> None:
 def test_a_bad_block_id_is_of_one_sequence(gpu: Gpu) -> None:
     """A KV tile of 8 bits has two blocks of 16 positions. Where a sequence ends with the first one, a
     lane still has the id of the sequence before, which the same thread block computed."""
-    inputs, _ = batch("bfloat16", [(1, 32), (1, 16)], "float8_e4m3fn")
+    inputs, _ = batch("bfloat16", [(1, 32), (1, 16)], cache_dtype="float8_e4m3fn")
     sound = attend(gpu.on_hopper(), inputs, scale=0.2, seed=1)
     inputs[3][0, 1] = 10**6
     result = attend(gpu.on_hopper(), inputs, scale=0.2, seed=1)
@@ -1340,10 +1340,14 @@ def test_numbers_that_change_during_the_call(kernel: str, gpu: Gpu, monkeypatch:
     ("fields", "kernel"),
     [
         ({"cache_dtype": "int4", "scales": "per position"}, "TensorCoreAttention"),
-        (NVFP4, "CudaCoreAttention"),
+        (NVFP4, "TensorCoreAttention"),
+        (INT8_NVFP4, "TensorCoreAttention"),
+        (MXFP4, "TensorCoreAttention"),
+        (MXFP4 | {"dtype": "float16"}, "CudaCoreAttention"),
+        (NVFP4 | {"groups": Groups(8, "float8_e4m3fn")}, "CudaCoreAttention"),
         ({"cache_dtype": "int8", "groups": Groups(32)}, "CudaCoreAttention"),
     ],
-    ids=["int4", "nvfp4", "groups"],
+    ids=["int4", "nvfp4", "int8-nvfp4", "mxfp4", "mxfp4-float16", "groups-of-8", "groups"],
 )
 def test_the_kernel_that_reads_4_bits_or_groups(
     fields: dict[str, Any], kernel: str, q_len: int, kernels: str, gpu: Gpu

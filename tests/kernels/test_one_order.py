@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from harness.compare import assert_close_on_cuda, assert_same_bits
-from tests.cases.case import NVFP4, Case, Inputs
+from tests.cases.case import INT8_NVFP4, NVFP4, Case, Inputs
 from tests.support import gpu as gpus
 from tests.support import one_order, selection, varlen_calls
 from tests.support.gpu import Gpu
@@ -123,6 +123,11 @@ CALLS: dict[str, dict[str, Any]] = {
                       "scales": "per position", "query_factor": 4.0},
     "int8": LONG | {"sequences": ((70, 700), (1, 300)), "cache_dtype": "int8",
                     "scales": "per position", "query_factor": 4.0},
+    "nvfp4": LONG | NVFP4 | {"sequences": ((70, 700), (1, 300)), "query_factor": 4.0},
+    "decoding-nvfp4": DECODING | NVFP4 | {"sequences": ((1, 1500), (2, 300)), "head_size": 128,
+                                          "dtype": "float16"},
+    "decoding-int8-nvfp4": DECODING | INT8_NVFP4 | {"sequences": ((1, 700), (3, 1300)),
+                                                    "query_factor": 4.0},
     "decoding": DECODING | {"sequences": ((1, 1500), (2, 300), (1, 257), (4, 700)),
                             "query_factor": 4.0, "sinks": True},
     "decoding-a-window": DECODING | {"sequences": ((1, 1500), (4, 900), (1, 2300)),
@@ -249,6 +254,7 @@ def random_call(seed: int) -> Case:
         {"scale": rng.choice([-0.2, 0.01, 2.0])},
         {"cache_dtype": rng.choice(["int8", "float8_e4m3fn"]),
          "scales": rng.choice(["one", "per head", "per position"])},
+        rng.choice([NVFP4, INT8_NVFP4]),
     ]  # fmt: skip
     features = rng.choice(options)
     are_whole = rng.random() < 0.4

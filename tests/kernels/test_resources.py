@@ -97,7 +97,7 @@ def test_every_kernel_is_in_the_table(folder: Path, kernels: list[dict[str, Any]
             expected |= {(kernel, storage, storage, size, target) for size in sizes_16_bit}
             caches = [*itertools.product(CACHE_DTYPES, sizes_8_bit)]
             if kernel == "TensorCoreAttention":
-                caches += [("uint8", size) for size in sizes_8_bit - {64}]
+                caches += itertools.product(("uint8", "codes"), sizes_8_bit - {64})
             expected |= {(kernel, storage, cache, size, target) for cache, size in caches}
     for of_gradients, of_sizes, of_targets in (
         (GRADIENTS, {64, 128, 256}, targets),

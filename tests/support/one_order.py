@@ -226,6 +226,17 @@ def _scales_of(scales: Any, slots: tuple[Any, Any], kv_head: int) -> np.ndarray 
         scales, max(scales.shape, (kv_head + 1,)))[kv_head]  # fmt: skip
 
 
+def _products(
+    cache: np.ndarray, slots: tuple[Any, Any], head: int, scales: np.ndarray | None
+) -> np.ndarray:
+    """Rows of K or V, of the head `head` of both, times the scales of their groups, if they have any."""
+    rows = cache[slots][:, head].astype(F)
+    if scales is None or scales.ndim < 4:
+        return rows
+    of_rows = scales[slots][:, head // 2].astype(F)
+    return rows * np.repeat(of_rows, rows.shape[1] // of_rows.shape[1], 1)
+
+
 def rows_of_case(
     case: Case, inputs: Inputs, capability: int, most: int = 2**31
 ) -> Iterator[tuple[tuple[np.ndarray, np.ndarray], Rows]]:
@@ -233,7 +244,10 @@ def rows_of_case(
     `most`: of a sequence and kv head, the first and the last among them."""
     attributes = case.attributes()
     caches = (inputs.kv_cache, *(attributes[name] for name in attributes if name == "value_cache"))
-    cache = layouts.default(caches, case.kv_layout, is_latent=case.value_head_size is not None)
+    codes = attributes.get("codes")
+    cache = layouts.default(
+        caches, case.kv_layout, is_latent=case.value_head_size is not None, codes=codes
+    )
     columns = case.value_head_size or case.own_value_head_size or case.head_size
     options = {name: x for name, x in attributes.items() if name != "scale"}
     sinks, group = attributes.get("sinks"), case.num_heads // case.num_kv_heads
@@ -255,15 +269,26 @@ def rows_of_case(
             heads = kv_head * group + chosen % group
             query = inputs.query[tokens, heads]
             keys, values = np.zeros((2, context_len, case.head_size), query.dtype)
-            keys[is_read] = cache[slots][:, 2 * kv_head].astype(query.dtype)
-            values[is_read] = cache[slots][:, 2 * kv_head + 1].astype(query.dtype)
+            keys[is_read] = _products(cache, slots, 2 * kv_head, attributes.get("k_scale"))
+            values[is_read] = _products(cache, slots, 2 * kv_head + 1, attributes.get("v_scale"))
             rows = Rows(
                 query, keys, values[:, :columns], begin, end,
                 attributes["scale"], capability, ~attended,
                 None if sinks is None else (sinks[heads] * LOG2E).astype(F),
                 _logits_of(case, attributes, heads, positions),
             )  # fmt: skip
-            if case.cache_dtype is not None:
+            if case.multiplies_rows():
+                scales = np.ones((2, context_len), F)
+                for of_positions, name in zip(scales, "kv", strict=True):
+                    of_rows = attributes.get(f"{name}_scale")
+                    if of_rows is not None and of_rows.ndim == 4:
+                        of_rows = attributes.get(f"{name}_global")
+                    of_positions[is_read] = _scales_of(of_rows, slots, kv_head)
+                rows = replace(
+                    rows, key_scales=scales[0], value_scales=scales[1],
+                    values=rows.values.astype(ml_dtypes.bfloat16),
+                )  # fmt: skip
+            elif case.cache_dtype is not None:
                 order = (np.arange(0, case.head_size, 16)[:, None] + COLUMNS_OF_8_BITS).ravel()
                 scales = np.ones((2, context_len), F)
                 for of_positions, name in zip(scales, ("k_scale", "v_scale"), strict=True):

@@ -377,6 +377,35 @@ __device__ __forceinline__ void Expand(uint32_t bytes, T, uint32_t (&pairs)[2], 
   }
 }
 
+// For each of the lower four half bytes of `codes`, byte (code & 7) of a table: zero from code 8 on
+// if the bytes are below 128.
+__device__ __forceinline__ uint32_t LookUpPositive(const uint32_t (&table)[2], uint32_t codes) {
+  uint32_t bytes;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(table[0]), "r"(table[1]), "r"(codes));
+  return bytes;
+}
+
+// Widens four numbers plus kRaised, each from 0 to 127, to two pairs of 16-bit numbers. Exact: in
+// float16 0x6400 is 1024, in bfloat16 0x4300 is 128, and the unit in the last place is 1.
+inline constexpr uint32_t kRaised = 16;
+template <typename T>
+__device__ __forceinline__ void ExpandRaised(uint32_t bytes, uint32_t (&pairs)[2], T type) {
+  constexpr uint32_t kUpper = std::is_same_v<T, Half> ? 0x64 : 0x43;
+  constexpr uint32_t kZeros = (kUpper << 8 | kRaised) * 0x00010001;
+  const uint32_t raised[2] = {__byte_perm(bytes, kUpper, 0x4140),
+                              __byte_perm(bytes, kUpper, 0x4342)};
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    pairs[i] = BitsOf(__hsub2_rn(AsPair(raised[i], type), AsPair(kZeros, type)));
+  }
+}
+
+// The products of two pairs of 16-bit numbers.
+template <typename T>
+__device__ __forceinline__ uint32_t MultiplyPairs(uint32_t a, uint32_t b, T type) {
+  return BitsOf(__hmul2_rn(AsPair(a, type), AsPair(b, type)));
+}
+
 __device__ __forceinline__ uint32_t SwapMiddleBytes(uint32_t bytes) {
   return __byte_perm(bytes, 0, 0x3120);
 }

@@ -27,12 +27,12 @@ void SetCpuInstructionSet(const std::string& name) {
 void SetCudaChoice(const std::string& name) { Raise(paged_attention::ChooseCuda(name)); }
 
 // cmake/resources.py prints them with the build's report.
-std::vector<std::tuple<std::string, int, int, int, int, int>> CudaKernels() {
-  std::vector<std::tuple<std::string, int, int, int, int, int>> kernels;
+std::vector<std::tuple<std::string, int, std::string, int, int, int>> CudaKernels() {
+  std::vector<std::tuple<std::string, int, std::string, int, int, int>> kernels;
   for (const auto& launches :
        {paged_attention::KernelLaunches(), varlen_attention::KernelLaunches()}) {
     for (const auto& launch : launches) {
-      kernels.emplace_back(launch.kernel, launch.size, launch.cache_bytes, launch.variant,
+      kernels.emplace_back(launch.kernel, launch.size, launch.cache, launch.variant,
                            launch.num_threads, launch.shared_bytes);
     }
   }
@@ -55,7 +55,7 @@ void BindKernels(nb::module_& m) {
         "Uses another from now on, as the environment variable XLA_GPU_CPU_ISA does.");
 #ifdef XLA_GPU_CUDA
   m.def("cuda_kernels", &CudaKernels,
-        "(kernel, size, bytes of a cache element, groups of rows, threads, bytes of shared memory) "
+        "(kernel, size, cache, groups of rows, threads, bytes of shared memory) "
         "of each attention kernel.");
   m.def("set_cuda_max_blocks", &paged_attention::SetMaxBlocks, nb::arg("limit"),
         "Launches no kernel with more thread blocks, of those that would otherwise fill the GPU.");

@@ -16,7 +16,12 @@ namespace xla_gpu::paged_attention {
 // Calls use(C()) for the type C of the cache of queries of type T.
 template <typename T, typename Use>
 auto WithCacheType(const Params& p, const Use& use) {
-  if (p.NeedsFloat32Rows()) return use(ScaledByte());
+  if (p.NeedsFloat32Rows()) {
+    if constexpr (kHasTensorCores<T>) {
+      if (HasProductsOf16Bits(p)) return use(ScaledCode());
+    }
+    return use(ScaledByte());
+  }
   if (p.value_cache_dtype == DType::kInt4) return use(Int4OrInt8());
   switch (p.cache_dtype) {
     case DType::kFloat8E4M3:
@@ -58,7 +63,7 @@ AttentionKernel PortableKernelFor(const gpu::Device& device, const Params& p) {
       return kernel;
     }
   }
-  return CudaCoreKernel<C>(p);
+  return CudaCoreKernel<std::conditional_t<std::is_same_v<C, ScaledCode>, ScaledByte, C>>(p);
 }
 
 inline constexpr char kPortable[] = "portable";

@@ -26,12 +26,16 @@ struct AttentionKernel {
   int variant = 0;            // TensorCoreAttention: groups of 16 rows; TensorCorePrefill: its tile
 };
 
-// Of16Bits, Of8Bits or Of4Bits, for a cache of type C. Nothing where numbers have scales of groups.
+// Whether a cache of type C may have numbers of 4 bits, which are widened on their way to shared
+// memory.
+template <typename C>
+inline constexpr bool kHas4Bits = kIsOneOf<C, Int4OrInt8, ScaledCode>;
+
+// Of16Bits, Of8Bits or Of4Bits, for a cache of type C. Nothing where CUDA cores multiply by scales.
 template <typename C, typename Of16Bits, typename Of8Bits, typename Of4Bits>
-using OfCache =
-    std::conditional_t<std::is_same_v<C, ScaledByte>, std::integer_sequence<int>,
-                       std::conditional_t<std::is_same_v<C, Int4OrInt8>, Of4Bits,
-                                          std::conditional_t<kIs8Bit<C>, Of8Bits, Of16Bits>>>;
+using OfCache = std::conditional_t<
+    std::is_same_v<C, ScaledByte>, std::integer_sequence<int>,
+    std::conditional_t<kHas4Bits<C>, Of4Bits, std::conditional_t<kIs8Bit<C>, Of8Bits, Of16Bits>>>;
 
 // Whether one of these sizes is at least kHeadSize.
 template <int kHeadSize, int... kSizes>
@@ -52,10 +56,9 @@ using HeadSizes = OfCache<C, std::integer_sequence<int, XLA_GPU_TENSOR_CORE_HEAD
 template <typename T, typename C, int kHeadSize>
 AttentionKernel KernelOf(const Params& p);
 
-// Whether there is a TensorCorePrefill. Wider heads would need more registers than there are, and
-// int4 is widened on its way to shared memory.
+// Whether there is a TensorCorePrefill. Wider heads would need more registers than there are.
 template <typename C, int kHeadSize>
-inline constexpr bool kHasPrefillKernel = kHeadSize <= 128 && !std::is_same_v<C, Int4OrInt8>;
+inline constexpr bool kHasPrefillKernel = kHeadSize <= 128 && !kHas4Bits<C>;
 
 // Defined there, too. No rows where there is no such kernel.
 template <typename T, typename C, int kHeadSize>

@@ -135,9 +135,15 @@ class CopiedPositions {
   // The offset in the cache of the position that the lane copies in step `step` of a tile, one of
   // those taken; -1 if it does not exist.
   __device__ __forceinline__ PlainSlot SlotOf(int tile, int step) const {
+    return {gpu::Shuffle(offset_, LaneOf(tile, step))};
+  }
+  __device__ __forceinline__ bool Exists(int tile, int step) const {
+    return gpu::Shuffle(static_cast<int32_t>(offset_ >> 32), LaneOf(tile, step)) >= 0;
+  }
+  // The lane whose position it is.
+  static __device__ __forceinline__ int LaneOf(int tile, int step) {
     constexpr int kRows = gpu::kWarpSize / kLanes;
-    const int of_warp = tile * kOfTile + step * kRows + Lane() / kLanes;
-    return {gpu::Shuffle(offset_, of_warp)};
+    return tile * kOfTile + step * kRows + Lane() / kLanes;
   }
 
  private:

@@ -58,7 +58,14 @@ __device__ __forceinline__ void CopyScales(const Params& p, const Item& item, in
   copy(p.v_scale, &to->v_scale);
 }
 
-// T: type of the query. C: type of the cache. kKeys: positions of a warp. QueryRows,
+// What KV tiles of a cache of type C hold of K and of V. Weights times scales need the range of
+// bfloat16, and so does their V.
+template <typename T, typename C>
+using KeyInTile = std::conditional_t<std::is_same_v<C, ScaledCode>, T, C>;
+template <typename C>
+using ValueInTile = std::conditional_t<std::is_same_v<C, ScaledCode>, BFloat16, C>;
+
+// T: type of the query. C: type of K, or of V, in the tile. kKeys: positions of a warp. QueryRows,
 // CacheRows and ValueRows say where the chunks of 16 bytes of a row of the query, K and V lie in
 // shared memory. kColumns: of V.
 template <typename T, typename C, int kHeadSize, int kKeys, typename QueryRows, typename CacheRows,
@@ -66,7 +73,7 @@ template <typename T, typename C, int kHeadSize, int kKeys, typename QueryRows, 
 struct WarpProducts {
   // The type that weights are rounded to. Multiplied by the scales of the positions of an 8-bit
   // cache, they need the range of bfloat16.
-  using Weight = std::conditional_t<kIs8Bit<C>, BFloat16, T>;
+  using Weight = std::conditional_t<kIs8Bit<C>, BFloat16, C>;
   static constexpr int kSteps = kIs8Bit<C> ? 2 : 1;  // products for each pair of chunks
   static_assert(kKeys % 16 == 0, "the product over positions takes 16 at a time");
 

@@ -29,6 +29,22 @@ bool IsAligned(const Params& p) {
          is_multiple(p.cache.values, value_chunk * kBytes);
 }
 
+// Whether tensor cores can multiply a cache whose rows have scales of groups, or codes of e2m1: the
+// product of a number of 4 bits and a scale of 8 bits is a number of 16 bits. But K has the type of
+// the query, and float16 has no room for the powers of two of float8_e8m0. A chunk of 16 numbers
+// has one scale, which is found by a shift.
+inline bool HasProductsOf16Bits(const Params& p) {
+  const auto fits = [&](DType dtype, const GroupScales& groups, const KvScales& rows) {
+    if (groups.data == rows.data) return Is4Bit(dtype) || dtype == DType::kInt8;
+    const int64_t size = groups.group_size;
+    const bool has_shift = size % 16 == 0 && (size & (size - 1)) == 0;
+    return Is4Bit(dtype) && IsQuantized(groups.dtype) && has_shift;
+  };
+  return fits(p.cache_dtype, p.k_groups, p.k_scale) &&
+         fits(p.value_cache_dtype, p.v_groups, p.v_scale) &&
+         !(p.dtype == DType::kFloat16 && p.k_groups.dtype == DType::kFloat8E8M0);
+}
+
 // Whether the offset of each position in the cache is a 32-bit number of chunks of 16 bytes, as the
 // prefill and decode kernels count them: up to 64 GiB.
 template <typename C>

@@ -106,6 +106,12 @@ gpu::Error Run(const Params& p, const Scratch& scratch, void* stream) {
 // Launch sizes do not depend on the type of the query.
 using SomeQuery = std::tuple_element_t<0, std::tuple<XLA_GPU_TENSOR_CORE_TYPES>>;
 
+template <typename C>
+inline constexpr const char* kNameOf = std::is_same_v<C, Int4OrInt8>   ? "uint8"
+                                       : std::is_same_v<C, ScaledCode> ? "codes"
+                                       : kIs8Bit<C>                    ? "8 bits"
+                                                                       : "16 bits";
+
 // Adds how the kernels of these head sizes are launched; kernel_of(head_size) is one of them. C:
 // type of the cache.
 template <typename C, int... kHeadSizes, typename KernelOf>
@@ -115,7 +121,7 @@ void AddLaunches(const char* name, std::integer_sequence<int, kHeadSizes...>,
     const auto [kernel, variant] = kernel_of(head_size);
     if (kernel.function == nullptr) return;
     launches->push_back(
-        {name, head_size, sizeof(C), variant, kernel.num_threads, kernel.shared_bytes});
+        {name, head_size, kNameOf<C>, variant, kernel.num_threads, kernel.shared_bytes});
   };
   (add(std::integral_constant<int, kHeadSizes>()), ...);
 }
@@ -161,16 +167,17 @@ void AddLaunches(std::vector<KernelLaunch>* launches) {
 
 std::vector<KernelLaunch> KernelLaunches() {
   std::vector<KernelLaunch> launches = {
-      {"Combine", 0, 0, 0, kThreads, kCombineSharedBytes},
-      {"ZeroArrivals", 0, 0, 0, decode::kZeroThreads, decode::kZeroArrivalsSharedBytes}};
+      {"Combine", 0, "", 0, kThreads, kCombineSharedBytes},
+      {"ZeroArrivals", 0, "", 0, decode::kZeroThreads, decode::kZeroArrivalsSharedBytes}};
   for (const int columns : {XLA_GPU_CUDA_CORE_COLUMNS}) {
     Params p = {};
     p.head_size = columns * gpu::kWarpSize;
     const auto& kernel = CudaCoreKernel<float>(p).kernel;
-    launches.push_back({"CudaCoreAttention", columns, 0, 0, kThreads, kernel.shared_bytes});
+    launches.push_back({"CudaCoreAttention", columns, "", 0, kThreads, kernel.shared_bytes});
   }
   AddLaunches<SomeQuery>(&launches);
   AddLaunches<Int4OrInt8>(&launches);
+  AddLaunches<ScaledCode>(&launches);
   AddLaunches<int8_t>(&launches);
   return launches;
 }
@@ -198,8 +205,16 @@ std::vector<std::string> CudaKernelsInUse() {
 gpu::Error RunOnCuda(const Params& params, const Scratch& scratch, void* stream) {
   Params p = params;
   if (p.NeedsFloat32Rows()) {
-    if (p.k_groups.data == nullptr) p.k_groups = InOneGroup(p.k_scale, p.head_size);
-    if (p.v_groups.data == nullptr) p.v_groups = InOneGroup(p.v_scale, p.value_head_size);
+    // Each side has scales of groups, and one of positions: for groups the global one.
+    const auto complete = [](int64_t row_size, GroupScales* groups, KvScales* rows) {
+      if (groups->data == nullptr) {
+        *groups = InOneGroup(*rows, row_size);
+      } else {
+        *rows = {groups->global, 0, 0, 0};
+      }
+    };
+    complete(p.head_size, &p.k_groups, &p.k_scale);
+    complete(p.value_head_size, &p.v_groups, &p.v_scale);
   }
   return WithTensorType(p.dtype,
                         [&](auto type) { return Run<decltype(type)>(p, scratch, stream); });

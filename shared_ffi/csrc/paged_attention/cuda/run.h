@@ -40,8 +40,8 @@ XLA_GPU_EXPORT void SetMaxBlocks(int64_t limit);
 // How a kernel of this build is launched.
 struct KernelLaunch {
   const char* kernel;
-  int size;         // of the template: a head size, or columns per lane
-  int cache_bytes;  // bytes of a cache element; 0: any
+  int size;           // of the template: a head size, or columns per lane
+  const char* cache;  // as cmake/resources.py names it; empty: any
   // TensorCoreAttention: groups of 16 rows; TensorCorePrefill: its KV tile; DecodeAttention: see
   // kKib there.
   int variant;

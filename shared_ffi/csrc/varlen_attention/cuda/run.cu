@@ -102,7 +102,7 @@ void AddLaunches(std::integer_sequence<int, kHeadSizes...>,
                                         const char* of_keys, const char* of_queries) {
     for (const auto& [name, kernel] :
          {std::pair(of_keys, kernels.of_keys), {of_queries, kernels.of_queries}}) {
-      launches->push_back({name, head_size, 0, 0, kernel.num_threads, kernel.shared_bytes});
+      launches->push_back({name, head_size, "", 0, kernel.num_threads, kernel.shared_bytes});
     }
   };
   Params p = {};
@@ -156,13 +156,13 @@ gpu::Error RunBackwardOnCuda(const BackwardParams& params, const BackwardScratch
 
 std::vector<paged_attention::KernelLaunch> KernelLaunches() {
   std::vector<paged_attention::KernelLaunch> launches = {
-      {"CopyLengths", 0, 0, 0, kThreads, kLengthsSharedBytes},
-      {"CopyTokens", 0, 0, 0, kThreads, 0},
-      {"MakeTables", 0, 0, 0, kThreads, 0},
-      {"PrepareRows", 0, 0, 0, kThreads, 0},
-      {"SumOverTokens", 0, 0, 0, kThreads, kSumSharedBytes},
-      {"CudaCoreGradients", 128, 0, 0, kThreads, CudaCoreLayout<128>::kSharedBytes},
-      {"CudaCoreGradients", 256, 0, 0, kThreads, CudaCoreLayout<256>::kSharedBytes}};
+      {"CopyLengths", 0, "", 0, kThreads, kLengthsSharedBytes},
+      {"CopyTokens", 0, "", 0, kThreads, 0},
+      {"MakeTables", 0, "", 0, kThreads, 0},
+      {"PrepareRows", 0, "", 0, kThreads, 0},
+      {"SumOverTokens", 0, "", 0, kThreads, kSumSharedBytes},
+      {"CudaCoreGradients", 128, "", 0, kThreads, CudaCoreLayout<128>::kSharedBytes},
+      {"CudaCoreGradients", 256, "", 0, kThreads, CudaCoreLayout<256>::kSharedBytes}};
   using SomeType = std::tuple_element_t<0, std::tuple<XLA_GPU_TENSOR_CORE_TYPES>>;
   AddLaunches<SomeType>(GradientHeadSizes(), HopperHeadSizes(), &launches);
   return launches;

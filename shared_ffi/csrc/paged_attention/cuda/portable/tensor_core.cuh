@@ -11,6 +11,7 @@
 
 #include "../partial_results.cuh"
 #include "../products.cuh"
+#include "../scaled_numbers.cuh"
 #include "../slot.cuh"
 
 namespace xla_gpu::paged_attention::portable {
@@ -18,15 +19,22 @@ namespace xla_gpu::paged_attention::portable {
 // The shared memory of a thread block. T: type of the query. C: type of the cache.
 template <typename T, typename C, int kHeadSize>
 struct TensorCoreLayout {
+  using Key = KeyInTile<T, C>;
+  using Value = ValueInTile<C>;
   using QueryRows = SharedRows<T, kHeadSize>;
-  using CacheRows = SharedRows<C, kHeadSize>;
+  using CacheRows = SharedRows<Key, kHeadSize>;
   static constexpr bool kIsWide = kHeadSize > kMaxColumns;
   static constexpr bool kIsLatent = kHeadSize > kMaxOwnValues;  // V is the first columns of K
   static constexpr int kColumns = kIsWide ? kMaxColumns : kHeadSize;
-  using ValueRows = std::conditional_t<kIsLatent, CacheRows, SharedRows<C, kColumns>>;
+  using ValueRows = std::conditional_t<kIsLatent, CacheRows, SharedRows<Value, kColumns>>;
   static constexpr int kTile = kHeadSize <= 128 ? 64 : 32;  // positions
-  static constexpr int kStages = kIs8Bit<C> ? 3 : 2;        // KV tiles in memory
-  static constexpr int kFewWarpRows = kTile == 64 ? 1 : 2;  // 16 positions for each warp
+  // KV tiles in memory: one of products of codes and scales, which are twice as large as int8. The
+  // next tile's codes wait in registers until everyone has left it.
+  static constexpr int kStages = kIs8Bit<Key>                                   ? 3
+                                 : std::is_same_v<C, ScaledCode> && kTile == 64 ? 1
+                                                                                : 2;
+  static constexpr int kAhead = kStages == 1 ? 1 : kStages - 1;  // tiles that are copied meanwhile
+  static constexpr int kFewWarpRows = kTile == 64 ? 1 : 2;       // 16 positions for each warp
   // Whether warps with the same rows can have equal shares of V: products take pairs of chunks.
   static constexpr bool kCanShareRows =
       kColumns / (kWarps / kFewWarpRows) % (2 * ValueRows::kChunk) == 0;
@@ -34,12 +42,12 @@ struct TensorCoreLayout {
   static constexpr int kTileElements = kTile * CacheRows::kStride;
   static constexpr int kStageElements =
       kTileElements + (kIsLatent ? 0 : kTile * ValueRows::kStride);
-  static constexpr int kTilesBytes = kStages * kStageElements * static_cast<int>(sizeof(C));
+  static constexpr int kTilesBytes = kStages * kStageElements * static_cast<int>(sizeof(Key));
   static constexpr int kCopyLanes = CacheRows::kChunks < 8 ? CacheRows::kChunks : 8;
   using Positions = CopiedPositions<kTile, kCopyLanes>;
   // KV tiles of an 8-bit cache whose scales are in memory. The scales of all tiles that are taken
-  // at once are copied while some warps still multiply the tile kStages before.
-  static constexpr int kScaleTiles = kIs8Bit<C> ? kStages + Positions::kTiles : 0;
+  // at once are copied while some warps still multiply the tile kAhead + 1 before.
+  static constexpr int kScaleTiles = kIs8Bit<C> ? kAhead + 1 + Positions::kTiles : 0;
 
   // For a query tile of `warp_rows` groups of 16 rows, and the logits that warps with fewer show
   // each other: a tile of many rows has room for them behind few.
@@ -59,7 +67,7 @@ struct TensorCoreLayout {
 
   // Floats from one row of sums to the next. Lanes store several rows at once, where there is room
   // in different banks of shared memory.
-  static constexpr int kPaddedStride = kColumns + (kIs8Bit<C> ? 16 : 8);
+  static constexpr int kPaddedStride = kColumns + (kIs8Bit<Value> ? 16 : 8);
   static constexpr int kSumStride =
       kSumRows * kPaddedStride * 4 <= kTilesBytes + QueryBytes(kFewWarpRows) ? kPaddedStride
                                                                              : kColumns;
@@ -73,7 +81,7 @@ struct TensorCoreLayout {
   static_assert(kHeadSize > 128 || 2 * (SharedBytes(kWarps) + 1024) <= 164 * 1024,
                 "a multiprocessor of an A100 holds two thread blocks; CUDA takes 1 KiB of each");
 
-  C* tiles;                // [kStages][K, V][kTile] rows; the V of a wide head is kColumns of it
+  Key* tiles;              // [kStages][K, V][kTile] rows; the V of a wide head is kColumns of it
   T* query;                // [warp_rows * kRowsPerWarpTile] rows
   PositionScales* scales;  // [kScaleTiles][kTile]
   Schedule::Shared* schedule;
@@ -81,7 +89,7 @@ struct TensorCoreLayout {
   RowState* states;  // [kSumRows], behind them if there is room
 
   __device__ TensorCoreLayout(char* memory, int warp_rows)
-      : tiles(reinterpret_cast<C*>(memory)),
+      : tiles(reinterpret_cast<Key*>(memory)),
         query(reinterpret_cast<T*>(memory + kTilesBytes)),
         scales(reinterpret_cast<PositionScales*>(memory + kTilesBytes + QueryBytes(warp_rows))),
         schedule(reinterpret_cast<Schedule::Shared*>(scales + kScaleTiles * kTile)),
@@ -93,7 +101,7 @@ struct TensorCoreLayout {
   __device__ float4* Logits() const {
     return reinterpret_cast<float4*>(reinterpret_cast<char*>(query) + RowsBytes(kFewWarpRows));
   }
-  __device__ C* Key(int32_t tile) const { return tiles + tile % kStages * kStageElements; }
+  __device__ Key* Keys(int32_t tile) const { return tiles + tile % kStages * kStageElements; }
   __device__ PositionScales* Scales(int32_t tile) const {
     if constexpr (kScaleTiles > 0) {
       return scales + tile % kScaleTiles * kTile;
@@ -107,6 +115,8 @@ struct TensorCoreLayout {
 template <typename T, typename C, int kHeadSize, int kWarpRows>
 class TensorCoreItem {
   using Layout = TensorCoreLayout<T, C, kHeadSize>;
+  using Key = typename Layout::Key;
+  using Value = typename Layout::Value;
   using QueryRows = typename Layout::QueryRows;
   using CacheRows = typename Layout::CacheRows;
   using ValueRows = typename Layout::ValueRows;
@@ -117,13 +127,15 @@ class TensorCoreItem {
   static constexpr int kKeys = kTile / kParts;  // positions of a KV tile that a warp multiplies
   static constexpr int kRows = kWarpRows * kRowsPerWarpTile;
   static constexpr int kColumns = Layout::kColumns;
-  static constexpr bool kHasInt4 = std::is_same_v<C, Int4OrInt8>;
-  static constexpr int kChunksOfThread = kTile * CacheRows::kChunks / kThreads;
+  static constexpr bool kHasScaledCodes = std::is_same_v<C, ScaledCode>;
+  static constexpr bool kHasCodes = kHasScaledCodes || std::is_same_v<C, Int4OrInt8>;
+  static constexpr int kNumbers = 16;  // of a chunk with codes
+  static constexpr int kChunksOfThread = kTile * kHeadSize / kNumbers / kThreads;
   static constexpr int kOwnColumns = kColumns / kParts;
   static_assert(kParts == 1 || Layout::kCanShareRows);
-  using KeyProducts = WarpProducts<T, C, kHeadSize, kKeys, QueryRows, CacheRows>;
+  using KeyProducts = WarpProducts<T, Key, kHeadSize, kKeys, QueryRows, CacheRows>;
   using Products =
-      WarpProducts<T, C, kHeadSize, kTile, QueryRows, CacheRows, kOwnColumns, ValueRows>;
+      WarpProducts<T, Value, kHeadSize, kTile, QueryRows, CacheRows, kOwnColumns, ValueRows>;
   using Weight = typename Products::Weight;
 
  public:
@@ -139,9 +151,8 @@ class TensorCoreItem {
   __device__ void Compute(const Scratch& scratch) {
     const Tiles tiles(item_, kTile);
     positions_.Load(p_, item_, tiles.begin);
-    CopyQueryRows<kRows, C, QueryRows>(p_, item_, threadIdx.x, layout_.query);
-    // Copies are kAhead tiles ahead of the products.
-    constexpr int kAhead = kStages - 1;
+    CopyQueryRows<kRows, Key, QueryRows>(p_, item_, threadIdx.x, layout_.query);
+    constexpr int kAhead = Layout::kAhead;
     const int32_t end = tiles.end;
     for (int32_t copied = tiles.begin; copied < end + kAhead;) {
       TakePositions(copied);
@@ -155,10 +166,10 @@ class TensorCoreItem {
           gpu::WaitCopies<kAhead - 1>();
           __syncthreads();  // the tile is here, and everyone has left the one before
         }
-        [[maybe_unused]] std::conditional_t<kHasInt4, Int4Chunks, char> int4;
+        [[maybe_unused]] std::conditional_t<kHasCodes, CodedChunks, char> coded;
         if (copied < end) {
-          if constexpr (kHasInt4) {
-            int4 = ReadInt4(copied, n);
+          if constexpr (kHasCodes) {
+            coded = ReadCodes(copied, n);
           } else {
             CopyTile(copied, n);
           }
@@ -169,8 +180,9 @@ class TensorCoreItem {
           const int32_t next = gpu::Opaque(tile) + 1;
           if (next == end || BeginsLeaf(next * kTile)) EndLeafOf(scratch, next);
         }
-        if constexpr (kHasInt4) {
-          if (copied < end) StoreInt4(copied, int4);
+        if constexpr (kHasCodes) {
+          if (kStages == kAhead && is_copied) __syncthreads();  // everyone has left the tile
+          if (copied < end) StoreNumbers(copied, n, coded);
         }
       }
     }
@@ -199,6 +211,10 @@ class TensorCoreItem {
   __device__ __forceinline__ void TakePositions(int32_t first) {
     positions_.Take(p_, item_, first, &is_bad_,
                     [&](int tile, int row, int64_t block, int64_t in_block, bool exists) {
+                      if constexpr (kHasScaledCodes) {
+                        scales_of_keys_ = p_.k_groups.Offset(block, in_block, item_.kv_head);
+                        scales_of_values_ = p_.v_groups.Offset(block, in_block, item_.kv_head);
+                      }
                       if constexpr (kIs8Bit<C>) {
                         CopyScales(p_, item_, block, in_block, exists,
                                    layout_.Scales(first + tile) + row);
@@ -209,12 +225,14 @@ class TensorCoreItem {
   // V of a KV tile, from the first column on. Where it is a part of K it is there already: its
   // columns are K's first ones. An 8-bit V is copied all the same, as the choice would take
   // registers that are not there.
-  __device__ C* Value(int32_t tile) const {
+  __device__ Value* Values(int32_t tile) const {
     if constexpr (Layout::kIsLatent) {
       static_assert(kMaxColumns % (8 * CacheRows::kChunk) == 0, "the swizzle repeats");
-      return layout_.Key(tile) + first_column_;
+      return layout_.Keys(tile) + first_column_;
     }
-    return layout_.Key(tile) + (HasValuesInKeys() ? 0 : Layout::kTileElements);
+    static_assert(sizeof(Value) == sizeof(Key), "both have the strides of one");
+    return reinterpret_cast<Value*>(layout_.Keys(tile)) +
+           (HasValuesInKeys() ? 0 : Layout::kTileElements);
   }
   __device__ bool HasValuesInKeys() const {
     return Layout::kIsLatent || (!Layout::kIsWide && !kIs8Bit<C> && p_.is_latent);
@@ -228,8 +246,8 @@ class TensorCoreItem {
     // Wide heads leave no register to keep what follows from it.
     const unsigned thread = kHeadSize >= 256 ? Thread() : threadIdx.x;
     const int row = thread / kLanes, lane = thread % kLanes;
-    C* keys = layout_.Key(tile) + CacheRows::Offset(row, lane);
-    C* values = layout_.Key(tile) + Layout::kTileElements + ValueRows::Offset(row, lane);
+    C* keys = layout_.Keys(tile) + CacheRows::Offset(row, lane);
+    C* values = layout_.Keys(tile) + Layout::kTileElements + ValueRows::Offset(row, lane);
     const int column = lane * CacheRows::kChunk;
     const int value_column = column + (Layout::kIsWide ? first_column_ : 0);
     const auto key = reinterpret_cast<uintptr_t>(KeyOf<C>(p_, column, item_.kv_head));
@@ -253,14 +271,14 @@ class TensorCoreItem {
     }
   }
 
-  // A chunk of 16 numbers of 4 bits.
-  struct alignas(8) Int4Chunk {
-    uint32_t words[2] = {};
-  };
-  // The chunks of K and V of a KV tile that a thread copies.
-  struct Int4Chunks {
-    Int4Chunk keys[kChunksOfThread];
-    Int4Chunk values[kChunksOfThread];
+  // What a thread has read of the chunks of K and V of a KV tile that it copies. Without scaled
+  // codes, the first two alone.
+  struct CodedChunks {
+    CodedChunk keys[kChunksOfThread];
+    CodedChunk values[kChunksOfThread];
+    CodedChunk more[kChunksOfThread];  // the last eight numbers of K or V of int8: not of both
+    uint8_t key_scales[kChunksOfThread];
+    uint8_t value_scales[kChunksOfThread];
   };
 
   // Calls use(n, to, step, column) for the chunks of a KV tile that the thread copies: the number
@@ -268,53 +286,113 @@ class TensorCoreItem {
   // the number of its column.
   template <typename Use>
   __device__ __forceinline__ void ForChunks(const Use& use) const {
-    constexpr int kLanes = Layout::kCopyLanes, kOfRow = CacheRows::kChunks / kLanes;
-    static_assert(!Layout::kIsWide && CacheRows::kChunks % 8 == 0, "eight lanes copy a row");
-    const int row = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
-    const int first = CacheRows::Offset(row, lane);
+    constexpr int kLanes = Layout::kCopyLanes, kOfRow = kHeadSize / kNumbers / kLanes;
+    static_assert(!Layout::kIsWide && kOfRow > 0 && kLanes == 8, "eight lanes copy a row");
+    const unsigned thread = kHasScaledCodes ? Thread() : threadIdx.x;
+    const int row = thread / kLanes, lane = thread % kLanes;
+    const int first = CacheRows::Offset(row, lane * (kNumbers / CacheRows::kChunk));
 #pragma unroll
     for (int n = 0; n < kChunksOfThread; ++n) {
       const int step = n / kOfRow, chunk = n % kOfRow * kLanes;
       const int below = step * Positions::kAtOnce;
-      use(n, first + below * CacheRows::kStride + chunk * CacheRows::kChunk, step,
-          (lane + chunk) * CacheRows::kChunk);
+      use(n, first + below * CacheRows::kStride + chunk * kNumbers, step,
+          (lane + chunk) * kNumbers);
     }
   }
 
-  // Begins to copy a KV tile of which K or V is int4. What is int4 is read, and stored as int8 by
-  // StoreInt4: after the products of another tile, during which the memory has time to answer.
+  // Begins to copy a KV tile of which K or V has codes. They are read, and stored as numbers by
+  // StoreNumbers: after the products of another tile, during which the memory has time to answer.
   // `taken`: the number of the tile among those taken.
-  __device__ Int4Chunks ReadInt4(int32_t tile, int taken) const {
-    Int4Chunks read;
+  __device__ CodedChunks ReadCodes(int32_t tile, int taken) const {
+    const bool have_key_codes = Is4Bit(p_.cache_dtype);
+    const bool have_value_codes = Is4Bit(p_.value_cache_dtype);
+    CodedChunks read;
     ForChunks([&](int n, int to, int step, int column) {
-      const auto copy = [&](DType dtype, const C* from, bool exists, C* place) -> Int4Chunk {
-        if (dtype == DType::kInt4) {
-          return exists ? *reinterpret_cast<const Int4Chunk*>(from + column / 2) : Int4Chunk();
-        }
-        gpu::CopyAsync16(place + to, from + column, exists);
-        return {};
-      };
       const int64_t slot = BytesTo<C>(positions_.SlotOf(taken, step));
-      read.keys[n] = copy(p_.cache_dtype, KeyOf<C>(p_, slot, item_.kv_head),
-                          slot >= 0 && column < p_.head_size, layout_.Key(tile));
-      read.values[n] = copy(p_.value_cache_dtype, ValueOf<C>(p_, slot, item_.kv_head),
-                            slot >= 0 && column < p_.value_head_size, Value(tile));
+      const bool has_key = slot >= 0 && column < static_cast<int>(p_.head_size);
+      const bool has_value = slot >= 0 && column < static_cast<int>(p_.value_head_size);
+      const C* key = KeyOf<C>(p_, slot, item_.kv_head) + (have_key_codes ? column / 2 : column);
+      const C* value =
+          ValueOf<C>(p_, slot, item_.kv_head) + (have_value_codes ? column / 2 : column);
+      if constexpr (kHasScaledCodes) {
+        // What does not exist is read from the query, and left out by StoreNumbers: ptxas would
+        // wait for each load that only some lanes make.
+        const C* const some = static_cast<const C*>(p_.query);
+        if (!has_key) key = some;
+        if (!has_value) value = some;
+        read.keys[n] = LoadChunk(key);
+        read.values[n] = LoadChunk(value);
+        const C* const more = have_value_codes ? some : value + 8;
+        read.more[n] = LoadChunk(have_key_codes ? more : key + 8);
+        const int lane = positions_.LaneOf(taken, step);
+        const auto load_scale = [&](const GroupScales& scales, int64_t of_lane, bool exists) {
+          const int64_t first = gpu::Shuffle(of_lane, lane);
+          // Opaque, or it is computed behind a branch.
+          const int64_t offset =
+              gpu::Opaque(first + (column >> LogOfGroupSize(scales)) * scales.group_stride);
+          const bool is_one = exists && IsQuantized(scales.dtype);
+          return *(is_one ? static_cast<const uint8_t*>(scales.data) + offset : &some->bits);
+        };
+        read.key_scales[n] = load_scale(p_.k_groups, scales_of_keys_, has_key);
+        read.value_scales[n] = load_scale(p_.v_groups, scales_of_values_, has_value);
+      } else {
+        const auto copy = [&](bool are_codes, const C* from, bool exists, CodedChunk* chunk,
+                              C* place) {
+          if (are_codes) {
+            *chunk = exists ? LoadChunk(from) : CodedChunk();
+          } else {
+            gpu::CopyAsync16(place + to, from, exists);
+          }
+        };
+        copy(have_key_codes, key, has_key, &read.keys[n], layout_.Keys(tile));
+        copy(have_value_codes, value, has_value, &read.values[n], Values(tile));
+      }
     });
     return read;
   }
+  static __device__ __forceinline__ CodedChunk LoadChunk(const C* from) {
+    return *reinterpret_cast<const CodedChunk*>(from);
+  }
 
-  __device__ void StoreInt4(int32_t tile, const Int4Chunks& read) const {
-    ForChunks([&](int n, int to, int /*step*/, int /*column*/) {
-      const auto store = [&](DType dtype, const Int4Chunk& chunk, C* place) {
-        if (dtype != DType::kInt4) return;
-        FourPairs numbers;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) numbers.pair[i] = Expand4(chunk.words[i / 2] >> i % 2 * 16);
-        *reinterpret_cast<FourPairs*>(place + to) = numbers;
+  __device__ void StoreNumbers(int32_t tile, int taken, const CodedChunks& read) const {
+    if constexpr (kHasScaledCodes) {
+      bool exist[kChunksOfThread];  // the positions
+      ForChunks([&](int n, int /*to*/, int step, int /*column*/) {
+        exist[n] = positions_.Exists(taken, step);
+      });
+      const auto store = [&](DType dtype, const GroupScales& scales, const auto& chunks,
+                             const auto& scales_of_chunks, int64_t row_size, auto* place) {
+        using Number = std::remove_pointer_t<decltype(place)>;
+        const ScaledChunks<Number> scaled(dtype, scales);
+        scaled.WithKind([&](auto kind) {
+          ForChunks([&](int n, int to, int /*step*/, int column) {
+            const bool exists = exist[n] && column < static_cast<int>(row_size);
+            FourPairs products[2];
+            scaled.template Multiply<kind>(chunks[n], read.more[n], scales_of_chunks[n], exists,
+                                           products);
+            static_assert(CacheRows::kIsSwizzled, "the second half is behind the first, or before");
+            *reinterpret_cast<FourPairs*>(place + to) = products[0];
+            *reinterpret_cast<FourPairs*>(place + (to ^ CacheRows::kChunk)) = products[1];
+          });
+        });
       };
-      store(p_.cache_dtype, read.keys[n], layout_.Key(tile));
-      store(p_.value_cache_dtype, read.values[n], Value(tile));
-    });
+      store(p_.cache_dtype, p_.k_groups, read.keys, read.key_scales, p_.head_size,
+            layout_.Keys(tile));
+      store(p_.value_cache_dtype, p_.v_groups, read.values, read.value_scales, p_.value_head_size,
+            Values(tile));
+    } else {
+      ForChunks([&](int n, int to, int /*step*/, int /*column*/) {
+        const auto store = [&](DType dtype, const CodedChunk& chunk, C* place) {
+          if (dtype != DType::kInt4) return;
+          FourPairs numbers;
+#pragma unroll
+          for (int i = 0; i < 4; ++i) numbers.pair[i] = Expand4(chunk.words[i / 2] >> i % 2 * 16);
+          *reinterpret_cast<FourPairs*>(place + to) = numbers;
+        };
+        store(p_.cache_dtype, read.keys[n], layout_.Keys(tile));
+        store(p_.value_cache_dtype, read.values[n], Values(tile));
+      });
+    }
   }
 
   __device__ void ComputeTile(int32_t tile) {
@@ -322,10 +400,11 @@ class TensorCoreItem {
     [[maybe_unused]] const PositionScales* scales = layout_.Scales(tile);
     float logits[kTile / 8][4] = {};
     if constexpr (kParts == 1) {
-      KeyProducts::MultiplyByKeys(layout_.query, WarpRow(), layout_.Key(tile), 0, logits);
+      KeyProducts::MultiplyByKeys(layout_.query, WarpRow(), layout_.Keys(tile), 0, logits);
     } else {
       float own[kKeys / 8][4] = {};
-      KeyProducts::MultiplyByKeys(layout_.query, WarpRow(), layout_.Key(tile), Part() * kKeys, own);
+      KeyProducts::MultiplyByKeys(layout_.query, WarpRow(), layout_.Keys(tile), Part() * kKeys,
+                                  own);
       Show(own, logits);
     }
     if constexpr (kIs8Bit<C>) Products::ScaleLogits(scales, logits);
@@ -360,7 +439,7 @@ class TensorCoreItem {
     Products::template PackWeights<Weight>(logits, packed[0]);
     constexpr int kSteps = Softmax::kBlockPositions / 16;
     Products::template AddValues<Weight>(
-        Value(tile), 0, packed, products_,
+        Values(tile), 0, packed, products_,
         [&](int step) {
           if (step > 0 && step % kSteps == 0) shrink(step / kSteps);
         },
@@ -401,7 +480,7 @@ class TensorCoreItem {
   // such values, this adds them to the rows that attend to them and then sets them to zero in the
   // tile.
   __device__ void SetAsideNonFinite(const Softmax& softmax, int32_t tile, int32_t begin) {
-    C* values = Value(tile);
+    Value* values = Values(tile);
     const auto element = [&](unsigned i) {
       return values + ValueRows::ElementOffset(i / kColumns, i % kColumns);
     };
@@ -409,14 +488,15 @@ class TensorCoreItem {
     const auto chunk = [&](unsigned i) {
       return values + ValueRows::Offset(i / kChunks, i % kChunks);
     };
-    if (!__syncthreads_or(HoldsNonFinite<C>(threadIdx.x, kTile * kChunks, kThreads, chunk))) return;
+    const bool is_found = HoldsNonFinite<Value>(threadIdx.x, kTile * kChunks, kThreads, chunk);
+    if (!__syncthreads_or(is_found)) return;
     softmax.template AddNonFinite<kTile>(
         begin, products_[0].sums,
         [&](int j, int n, int e) {
           const int column = Part() * kOwnColumns + Products::Column(n, e);
           return values[ValueRows::ElementOffset(j, column)];
         },
-        [&](C value, int j) { return Products::Scaled(value, layout_.Scales(tile)[j]); });
+        [&](Value value, int j) { return Products::Scaled(value, layout_.Scales(tile)[j]); });
     __syncthreads();
     ClearNonFinite(threadIdx.x, kTile * kColumns, kThreads, element);
     __syncthreads();
@@ -440,13 +520,21 @@ class TensorCoreItem {
   RowState states_[1][2] = {{Softmax::kNoLogits, Softmax::kNoLogits}};
   Products products_[1];
   Positions positions_;
+  // Where the scales of groups of the lane's position begin.
+  [[maybe_unused]] int64_t scales_of_keys_ = 0;
+  [[maybe_unused]] int64_t scales_of_values_ = 0;
   bool is_bad_;
 };
+
+// The thread blocks that the registers of a multiprocessor suffice for. Those that expand codes for
+// few rows wait longest for the memory.
+template <typename C, int kWarpRows>
+inline constexpr int kLeastBlocks = std::is_same_v<C, ScaledCode> && kWarpRows == 1 ? 3 : 2;
 
 // Computes work items of up to kWarpRows groups of 16 rows. kWarpRows is kWarps or
 // Layout::kFewWarpRows. kHasFewRows: warps share the rows of items of few.
 template <typename T, typename C, int kHeadSize, int kWarpRows, bool kHasFewRows>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads, kLeastBlocks<C, kWarpRows>)
     TensorCoreAttention(Params p, Scratch scratch, QueryLengths lengths) {
   using Layout = TensorCoreLayout<T, C, kHeadSize>;
   constexpr int kFewWarpRows = Layout::kFewWarpRows;
