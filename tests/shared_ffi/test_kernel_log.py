@@ -95,6 +95,52 @@ def test_cuda(
         assert line.startswith(f"paged_attention(scale=0.5) on cuda: {expected}; query ")
 
 
+@pytest.mark.parametrize(
+    ("dtype", "scales", "value_scales", "values", "reason"),
+    [
+        ("float16", ("float8_e4m3fn", 4), ("float8_e4m3fn", 4), "uint8", ""),
+        ("bfloat16", ("float8_e8m0fnu", 2), ("float8_e8m0fnu", 2), "uint8", ""),
+        ("float16", ("float8_e4m3fn", 4), ("float8_e8m0fnu", 2), "uint8", ""),
+        (
+            "float16",
+            ("float8_e8m0fnu", 2),
+            ("float8_e8m0fnu", 2),
+            "uint8",
+            "k_scale is float8_e8m0fnu",
+        ),
+        ("float16", ("float8_e4m3fn", 4), ("float16", 2), "uint8", "v_scale is float16"),
+        ("float16", ("float8_e4m3fn", 8), ("float8_e4m3fn", 4), "uint8", "k_scale has groups of 8"),
+        ("float16", ("float8_e4m3fn", 4), ("float32", 1), "int8", ""),
+        (
+            "float16",
+            ("float8_e4m3fn", 4),
+            ("float8_e4m3fn", 4),
+            "int8",
+            "one of K and V has scales of groups and one is int8",
+        ),
+    ],
+)
+def test_scales_of_groups_on_cuda(
+    dtype: str,
+    scales: tuple[str, int],
+    value_scales: tuple[str, int],
+    values: str,
+    reason: str,
+) -> None:
+    """The reasons for CUDA cores are those of the kernels' choice."""
+    columns = {"int8": 64, "uint8": 32}
+    query = np.ones((4, 4, 64), jnp.dtype(dtype))
+    keys = np.ones((4, 2, 2, 32), np.uint8)
+    arrays = {"value_cache": np.ones((4, 2, 2, columns[values]), values)}
+    for name, (of_dtype, groups) in (("k_scale", scales), ("v_scale", value_scales)):
+        arrays[name] = np.ones((4, 2, 2, groups), jnp.dtype(of_dtype))
+    operands, _ = split(attention(query=query, kv_cache=keys))
+    call, _ = checked_call(
+        paged_attention.OP, operands, {"scale": 0.5, "kv_layout": "nbhd", "codes": "e2m1", **arrays}
+    )
+    assert kernel_log._reason_for_cuda_cores(call) == reason
+
+
 def test_another_instruction_set_than_the_best(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "shared_ffi")
     best, *others = _native.cpu_instruction_sets()
