@@ -412,6 +412,23 @@ def test_no_request_shares_what_replaced_weights_have_computed(
     assert (later.tokens, later.logprobs) == (alone.tokens, alone.logprobs)
 
 
+def test_nobody_shares_what_a_step_that_failed_has_not_computed(
+    model: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, (prompt,) = JaxRunner(model, LIMITS), prompts((30,))
+    served = engine.Engine(backend, LIMITS)
+    answers = [served.add(prompt, SAMPLING)]
+    with monkeypatch.context() as patched:
+        patched.setattr(backend, "step", None)
+        with pytest.raises(TypeError, match="not callable"):
+            served.step()
+    answers.append(served.add(prompt, SAMPLING))
+    while not served.is_done:
+        served.step()
+    (alone,) = engine.generate(backend, [prompt], SAMPLING, LIMITS, frozenset()).answers
+    assert [(x.tokens, x.logprobs) for x in answers] == [(alone.tokens, alone.logprobs)] * 2
+
+
 def test_weights_are_all_that_a_dictionary_of_weights_has(model: Checkpoint) -> None:
     names = {name.removeprefix("model.") for name, _ in model.model.named_parameters()}
     assert {*JaxRunner(model, LIMITS).params} - {"lm_head.weight"} == names - {"lm_head.weight"}

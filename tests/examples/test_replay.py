@@ -66,6 +66,21 @@ def test_the_scheduler_gives_each_token_its_own_slot(seed: int) -> None:
     assert scheduler.generated_tokens == sum(a.generated_tokens for a in arrivals(40, seed))
 
 
+def test_nobody_waits_for_one_that_ends_at_once() -> None:
+    """As where each request asks for one token, the best next one."""
+    limits = replace(SMALL, num_blocks=64, max_seqs=8, token_budget=64)
+    scheduler = Scheduler([], limits)
+    for i in range(16):
+        scheduler.add(Arrival(0, 12, 1), i - 1 if i else None, 11)
+    steps = 0
+    while not scheduler.is_done:
+        step = scheduler.next_step(0.0)
+        assert step is not None
+        scheduler.complete()
+        steps += 1
+    assert steps == 3  # 192 tokens
+
+
 def test_reserved_blocks_make_a_request_wait_that_would_be_preempted() -> None:
     scheduler = Scheduler([], replace(SMALL, reserve=True))
     assert [scheduler.add(arrival) for arrival in arrivals(40)] == [*range(40)]

@@ -208,7 +208,12 @@ class Engine:
         steps = [replica.next_step() for replica in self._replicas]
         bucket = max(step.bucket for step in steps)
         pairs = [*zip(self._replicas, steps, strict=True)]
-        logits = self._runner.step(_joined([x.batch(step, bucket) for x, step in pairs]))
+        try:
+            logits = self._runner.step(_joined([x.batch(step, bucket) for x, step in pairs]))
+        except BaseException:  # nobody may read what has not been written
+            for replica in self._replicas:
+                replica.scheduler.recompute()
+            raise
         seconds = time.perf_counter() - self._start
         for (replica, step), own in zip(
             pairs, logits.reshape(len(steps), self._limits.max_seqs, -1), strict=True

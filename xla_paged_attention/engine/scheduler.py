@@ -307,8 +307,10 @@ class Scheduler:
                 # Its last token is its own, as the next one follows from it.
                 shared = min(request.shared_tokens, request.prompt_tokens - 1)
                 count = shared // self._pool.block_size
-                is_computed = other.computed_tokens >= count * self._pool.block_size
-                return other.blocks[:count] if is_computed else None
+                computed = other.computed_tokens // self._pool.block_size
+                # The rest comes with this step. Nobody waits for one that ends with it.
+                ends = other.known_tokens + 1 >= other.total_tokens
+                return other.blocks[: min(count, computed)] if ends or computed >= count else None
         return []
 
     def _make_room(self, request: Request, count: int, planned: set[int]) -> bool:
