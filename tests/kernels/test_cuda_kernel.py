@@ -36,6 +36,7 @@ from tests.support.calls import (
     checked_call,
     in_place,
     numbers,
+    results_of,
 )
 from tests.support.gpu import ON_CUDA, EmulatedGpu, Gpu, attend, scratch_of, skip_without_code
 from tests.support.kernel_tests import *  # noqa: F403
@@ -1359,6 +1360,25 @@ def test_the_kernel_that_reads_4_bits_or_groups(
     gpu = EmulatedGpu(gpu.native, kernels)
     reads = {name: call.run(gpu, name, "block_tables", 0) for name in BATCHES}
     assert [name for name, count in reads.items() if count > 0] == [kernel]
+
+
+def test_a_global_scale_may_be_one_of_a_group(gpu: Gpu) -> None:
+    """Scales of groups are told from those of rows, which have no global one beside them."""
+    groups = Groups(16, "float32", has_globals=True)
+    fields = BFLOAT16 | {"cache_dtype": "e2m1", "groups": groups, "head_size": 64}
+    case = Case(id="global", sequences=((1, 40), (5, 9)), unused_blocks=0, **fields)
+    inputs, attributes = case.inputs(), case.attributes()
+    for side in "kv":
+        attributes[f"{side}_scale"] = np.nan_to_num(attributes[f"{side}_scale"], nan=0.5)
+        attributes[f"{side}_global"] = attributes[f"{side}_scale"].reshape(-1)[:1].copy()
+    call, arrays = checked_call("paged_attention", inputs, attributes)
+    operands = dict(zip(call.names, map(gpu.copy, arrays), strict=True))
+    for side in "kv":  # in the same memory
+        operands[f"{side}_global"] = operands[f"{side}_scale"].reshape(-1)[:1]
+    results = [gpu.copy(x) for x in results_of(call, arrays)]
+    written = [*results, scratch_of(inputs, attributes)]
+    gpu.run(paged_attention, [*operands.values()], written, 0, **numbers(call))
+    assert_close_on_cuda(results[0], inputs, attributes)
 
 
 def test_wrong_scratch_size_is_refused(gpu: Gpu) -> None:

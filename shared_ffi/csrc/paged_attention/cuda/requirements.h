@@ -35,7 +35,8 @@ bool IsAligned(const Params& p) {
 // has one scale, which is found by a shift.
 inline bool HasProductsOf16Bits(const Params& p) {
   const auto fits = [&](DType dtype, const GroupScales& groups, const KvScales& rows) {
-    if (groups.data == rows.data) return Is4Bit(dtype) || dtype == DType::kInt8;
+    const bool has_groups = groups.global != nullptr || groups.data != rows.data;
+    if (!has_groups) return Is4Bit(dtype) || dtype == DType::kInt8;
     const int64_t size = groups.group_size;
     const bool has_shift = size % 16 == 0 && (size & (size - 1)) == 0;
     return Is4Bit(dtype) && IsQuantized(groups.dtype) && has_shift;
