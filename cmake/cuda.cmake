@@ -83,7 +83,7 @@ list(FILTER DECODE_HEAD_SIZES_OF_8_BITS INCLUDE REGEX "^128$")
 # The derivative: a head of another size takes the next larger one.
 set(GRADIENT_HEAD_SIZES ${XLA_GPU_HEAD_SIZES})
 list(FILTER GRADIENT_HEAD_SIZES INCLUDE REGEX "^(64|128|256)$")
-# Those of sm_90a: with wider heads the sums of K and V have no registers.
+# Wider heads leave no registers for the sums of K and V on sm_90a.
 set(HOPPER_GRADIENT_HEAD_SIZES ${PREFILL_HEAD_SIZES})
 list(FILTER HOPPER_GRADIENT_HEAD_SIZES INCLUDE REGEX "^(64|128)$")
 # As further arguments of a template.

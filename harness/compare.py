@@ -11,6 +11,7 @@ from harness import reference
 from harness.arrays import unpacked
 from harness.layouts import default
 from shared_ffi import _native
+from shared_ffi.kv_cache import are_of_groups
 
 # The error of the float32 mathematics. A logit's rounding error is about head_size^0.5 * 2^-24
 # times the size of its terms. The softmax passes it on to the weights. The weights and the weighted
@@ -91,9 +92,7 @@ def assert_close_on_cuda(actual: Any, inputs: Any, attributes: dict[str, Any]) -
 
 
 def _has_groups(scales: Any) -> bool:
-    """Whether these scales are of groups: a float32 one for a whole row is one of its position."""
-    is_of_rows = scales is None or scales.ndim < 4
-    return not is_of_rows and (scales.shape[3] > 1 or scales.dtype != np.float32)
+    return scales is not None and are_of_groups(scales)
 
 
 def has_products_of_16_bits(inputs: Any, attributes: dict[str, Any]) -> bool:

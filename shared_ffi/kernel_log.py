@@ -20,7 +20,8 @@ from shared_ffi import (
     varlen_attention,
     varlen_attention_backward,
 )
-from shared_ffi.spec import ArraySpec, Call
+from shared_ffi.kv_cache import are_of_groups
+from shared_ffi.spec import Call
 
 _LOGGER = logging.getLogger("shared_ffi")
 _ATTENTION = {x.TARGET for x in (paged_attention, varlen_attention, varlen_attention_backward)}
@@ -68,7 +69,7 @@ def _reason_for_cuda_cores(call: Call) -> str:
         return f"head_size={head_size} is no multiple of {unit}"
     operands = dict(zip(call.names, call.operands, strict=True))
     sides = {"k_scale": cache, "v_scale": operands.get("value_cache", cache)}
-    groups = {name: x for name in sides if (x := operands.get(name)) and _are_of_groups(x)}
+    groups = {name: x for name in sides if (x := operands.get(name)) and are_of_groups(x)}
     if not groups:
         return ""
     for name, side in sides.items():
@@ -84,8 +85,3 @@ def _reason_for_cuda_cores(call: Call) -> str:
         if size % 16 or size & (size - 1):
             return f"{name} has groups of {size}"
     return ""
-
-
-def _are_of_groups(scales: ArraySpec) -> bool:
-    """A float32 scale of a whole row is one of its position."""
-    return len(scales.shape) == 4 and (scales.shape[3] != 1 or scales.dtype != "float32")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
@@ -228,6 +229,12 @@ def _add_scales(
     if scales.dtype != "float32":
         raise dtype_error(op, argument, "dtype float32", scales.dtype)
     _add_scale_array(operands, argument, scales, None if cache.head_dim is None else known[0])
+
+
+def are_of_groups(scales: Any) -> bool:
+    """Whether scales are of groups of a row's numbers. A float32 one of a whole row is one of its
+    position."""
+    return len(scales.shape) == 4 and (scales.shape[3] != 1 or scales.dtype != "float32")
 
 
 def _add_group_scales(

@@ -67,7 +67,7 @@ def test_the_scheduler_gives_each_token_its_own_slot(seed: int) -> None:
 
 
 def test_nobody_waits_for_one_that_ends_at_once() -> None:
-    """As where each request asks for one token, the best next one."""
+    """A request for one token ends in the step that computes its prompt."""
     limits = replace(SMALL, num_blocks=64, max_seqs=8, token_budget=64)
     scheduler = Scheduler([], limits)
     for i in range(16):

@@ -134,7 +134,7 @@ def test_which_kernels_compute_gradients(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Those of Hopper take heads of up to 128, unless the process chooses the portable ones."""
+    """Hopper's kernels take heads of up to 128, unless the process chooses the portable ones."""
     gpu = gpu.on_hopper() if kernels == "hopper" else gpu
     case = replace(SMALL, lengths=(5,), head_size=head_size)
     arguments = case()

@@ -12,6 +12,7 @@ import torch
 
 import jax_frontend
 import torch_frontend  # noqa: F401  (defines torch.ops.xla_gpu)
+from harness.compare import has_products_of_16_bits
 from shared_ffi import _native, kernel_log, paged_attention
 from tests.cases.sound_calls import attention, split, update
 from tests.support import backends
@@ -127,7 +128,7 @@ def test_scales_of_groups_on_cuda(
     values: str,
     reason: str,
 ) -> None:
-    """The reasons for CUDA cores are those of the kernels' choice."""
+    """The log gives a reason exactly where the oracle expects CUDA cores."""
     columns = {"int8": 64, "uint8": 32}
     query = np.ones((4, 4, 64), jnp.dtype(dtype))
     keys = np.ones((4, 2, 2, 32), np.uint8)
@@ -135,10 +136,10 @@ def test_scales_of_groups_on_cuda(
     for name, (of_dtype, groups) in (("k_scale", scales), ("v_scale", value_scales)):
         arrays[name] = np.ones((4, 2, 2, groups), jnp.dtype(of_dtype))
     operands, _ = split(attention(query=query, kv_cache=keys))
-    call, _ = checked_call(
-        paged_attention.OP, operands, {"scale": 0.5, "kv_layout": "nbhd", "codes": "e2m1", **arrays}
-    )
+    attributes = {"scale": 0.5, "kv_layout": "nbhd", "codes": "e2m1", **arrays}
+    call, _ = checked_call(paged_attention.OP, operands, attributes)
     assert kernel_log._reason_for_cuda_cores(call) == reason
+    assert has_products_of_16_bits(operands, attributes) == (reason == "")
 
 
 def test_another_instruction_set_than_the_best(caplog: pytest.LogCaptureFixture) -> None:
