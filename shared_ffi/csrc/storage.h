@@ -115,8 +115,8 @@ struct ScaledByte {
   uint8_t bits;
 };
 
-// The same where the product of each number and its scale has 16 bits: in KV tiles of kernels on a
-// GPU are the products. K and V are each of 4 bits or int8.
+// The same where the product of each number and its scale has 16 bits. A GPU's kernels hold the
+// products in KV tiles. K and V are each of 4 bits or int8.
 struct ScaledCode {
   uint8_t bits;
 };

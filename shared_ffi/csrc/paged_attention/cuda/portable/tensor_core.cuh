@@ -526,8 +526,8 @@ class TensorCoreItem {
   bool is_bad_;
 };
 
-// The thread blocks that the registers of a multiprocessor suffice for. Those that expand codes for
-// few rows wait longest for the memory.
+// The thread blocks that the registers of a multiprocessor suffice for. With few rows and codes to
+// expand, thread blocks wait longest for the memory.
 template <typename C, int kWarpRows>
 inline constexpr int kLeastBlocks = std::is_same_v<C, ScaledCode> && kWarpRows == 1 ? 3 : 2;
 
